@@ -190,15 +190,17 @@ def train_merges(counts, n_merges):
             where[pair].add(w)
     heap = [(-n, p) for p, n in pair_count.items()]
     heapq.heapify(heap)
-    merges = []
+    merges, made = [], set()
     while len(merges) < n_merges and heap:
         n, pair = heapq.heappop(heap)
         if pair_count[pair] != -n:                        # stale entry
             if pair_count[pair] > 0:
                 heapq.heappush(heap, (-pair_count[pair], pair))
             continue
-        merges.append(pair)
         joined, changed = pair[0] + pair[1], set()
+        if joined not in made:                            # two ways to one string: the first has the id
+            merges.append(pair)
+            made.add(joined)
         for w in where.pop(pair):
             sym, count = words[w]
             for p in zip(sym, sym[1:]):
