@@ -44,6 +44,9 @@ class Communicator {
   virtual void set_site(int layer, const char* what) = 0;
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
 
+  // Seconds spent so far inside exchanges with peers (sending, receiving, waiting). Rank thread only.
+  virtual double wait_seconds() const { return 0; }
+
   // Breaks the group from any thread: a call in flight returns `why` soon, later calls at once.
   virtual void Abort(Status why) = 0;
 };

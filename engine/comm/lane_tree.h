@@ -9,6 +9,8 @@
 #include <span>
 #include <vector>
 
+#include "engine/base/status.h"
+
 namespace ds4 {
 
 // Which lanes each rank owns: rank r has [begin[r], begin[r+1]). begin[0] = 0, the last is num_lanes.
@@ -22,6 +24,10 @@ struct LaneLayout {
   // num_lanes split as evenly as can be, larger shares first: 8 over 3 is 3, 3, 2.
   // world_size must be in [1, num_lanes] (CHECK; callers refuse earlier).
   static LaneLayout Even(int num_lanes, int world_size);
+
+  // kInvalidArgument unless num_lanes is a power of two up to 1024 and `begin` cuts [0, num_lanes)
+  // into one or more rising ranges with at least one lane each. For layouts that a peer sent.
+  Status Validate() const;
 };
 
 // An aligned subtree: lanes [begin, begin + size), size a power of two that divides begin.
@@ -40,8 +46,8 @@ void AddLanes(int begin, int end, const float* lanes, int64_t count, float* root
 
 // Adds the roots of all ranks to the total, in the tree's order.
 //   roots: for each rank in order its roots [num_subtrees(rank)][count], given as one pointer per
-//   subtree in lane order over the whole layout; out: [count], may be one of the inputs only if it is
-//   the first.
+//   subtree in lane order over the whole layout; out: [count], may be one of the inputs (the same
+//   address), but must not overlap one otherwise.
 void AddRoots(const LaneLayout& layout, std::span<const float* const> roots, int64_t count, float* out);
 
 }  // namespace ds4
