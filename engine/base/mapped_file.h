@@ -1,6 +1,6 @@
-// A whole file mapped read-only: the one place that knows mmap. Bytes come from the page cache on first
-// touch. The file must not shrink while it is mapped (the system would kill the process on a read past
-// the end), so model files are replaced by rename, never rewritten in place.
+// A whole file mapped read-only: the one place that knows mmap. Bytes come from the page cache on
+// first touch. The file must not shrink while it is mapped (the system would kill the process on a
+// read past the end), so model files are replaced by rename, never rewritten in place.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,8 @@ namespace ds4 {
 // Move-only owner of the mapping. Thread-safe to read.
 class MappedFile {
  public:
-  // Errors: kNotFound no such file; kInvalidArgument not a regular file; kPermissionDenied; kInternal.
+  // Errors: kNotFound no such file; kInvalidArgument not a regular file; kPermissionDenied;
+  // kInternal.
   static Result<MappedFile> Open(const std::string& path);
 
   MappedFile() = default;

@@ -3,12 +3,16 @@
 //   offset 0   u32 magic "GGUF" | u32 version (2 or 3) | u64 num_tensors | u64 num_keys
 //   then       num_keys times:    string key | u32 type | value
 //   then       num_tensors times: string name | u32 num_dims | u64 dims[] | u32 type | u64 offset
-//   then       zeros up to the next multiple of general.alignment (32 when absent): the data section;
-//              tensor offsets count from here and are multiples of the alignment
-// All little-endian. A string is a u64 length and its bytes; an array is u32 type, u64 count, items.
+//   then       zeros up to the next multiple of general.alignment (32 when absent): the data
+//   section;
+//              tensor offsets count from here and are multiples of the alignment; every tensor,
+//              the last one too, is padded to it
+// All little-endian. A string is a u64 length and its bytes; an array is u32 type, u64 count,
+// items.
 //
-// Every count, length, offset and product is checked before use: a hostile file gives an error, never a
-// crash, an allocation larger than the file justifies, or a tensor that points outside the file.
+// Every count, length, offset and product is checked before use: a hostile file gives an error,
+// never a crash, an allocation larger than the file justifies, or a tensor that points outside the
+// file.
 #pragma once
 
 #include <cstddef>
@@ -28,8 +32,20 @@ namespace ds4 {
 
 // Value types of metadata, with the numbers of the format.
 enum class GgufType : uint32_t {
-  kU8 = 0, kI8 = 1, kU16 = 2, kI16 = 3, kU32 = 4, kI32 = 5, kF32 = 6, kBool = 7, kString = 8,
-  kArray = 9, kU64 = 10, kI64 = 11, kF64 = 12, kCount = 13
+  kU8 = 0,
+  kI8 = 1,
+  kU16 = 2,
+  kI16 = 3,
+  kU32 = 4,
+  kI32 = 5,
+  kF32 = 6,
+  kBool = 7,
+  kString = 8,
+  kArray = 9,
+  kU64 = 10,
+  kI64 = 11,
+  kF64 = 12,
+  kCount = 13
 };
 // "u32", "string", "array" and so on.
 std::string_view GgufTypeName(GgufType type);
@@ -50,14 +66,19 @@ struct GgufKeyText {
   std::string value;  // long strings and arrays are cut, with the full length said
 };
 
+// Whether a file must hold the tensors' data, or may end after the directory: enough to plan with.
+enum class GgufContent { kComplete, kDirectory };
+
 // Owns the mapping. Immutable after Open, so thread-safe to read.
 class GgufFile {
  public:
   // Errors: those of MappedFile::Open; kInvalidArgument names what is wrong in the file and where.
-  static Result<std::unique_ptr<GgufFile>> Open(const std::string& path);
+  static Result<std::unique_ptr<GgufFile>> Open(const std::string& path,
+                                                GgufContent content = GgufContent::kComplete);
   // The same for bytes in memory, which must outlive the result; `name` stands in for the path.
   static Result<std::unique_ptr<GgufFile>> Parse(std::span<const std::byte> bytes,
-                                                 const std::string& name);
+                                                 const std::string& name,
+                                                 GgufContent content = GgufContent::kComplete);
 
   const std::string& path() const { return path_; }
   int64_t file_bytes() const { return static_cast<int64_t>(bytes_.size()); }
@@ -69,7 +90,8 @@ class GgufFile {
   std::span<const TensorInfo> tensors() const { return tensors_; }
   // nullptr when absent.
   const TensorInfo* FindTensor(std::string_view name) const;
-  // Into the mapping; valid while this object lives. `tensor` must be one of tensors().
+  // Into the mapping; valid while this object lives. `tensor` must be one of tensors(). Empty where
+  // a file opened as kDirectory does not hold the tensor.
   std::span<const std::byte> data(const TensorInfo& tensor) const;
 
   bool HasKey(std::string_view key) const { return key_index_.contains(key); }
