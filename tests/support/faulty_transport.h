@@ -47,7 +47,7 @@ class FaultyTransport : public Transport {
       return why;
     }
     if (is_faulty && plan_.kind == FaultKind::kStall) {
-      std::this_thread::sleep_until(deadline);
+      std::this_thread::sleep_until(deadline + std::chrono::milliseconds(50));
     }
     if (is_faulty && plan_.kind == FaultKind::kWrongSequence) ++sequence;
     return inner_->Exchange(sequence, sends, recvs, deadline);

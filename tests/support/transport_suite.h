@@ -334,7 +334,10 @@ TEST_P(TransportTest, OnceBrokenItStaysBrokenAndFailsAtOnce) {
   EXPECT_EQ(comms[0]->Broadcast(1, data), first);
   EXPECT_EQ(comms[0]->Barrier(), first);
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(100));
-  // The peer hears of it and does not wait for its own, long deadline.
+  // The peer hears of it and does not wait for its own, long deadline. What rank 0 had sent before it
+  // gave up may still end the peer's first call well.
+  const Status first_of_peer = comms[1]->Barrier();
+  EXPECT_THAT(first_of_peer.code(), testing::AnyOf(StatusCode::kOk, StatusCode::kUnavailable));
   EXPECT_EQ(comms[1]->Barrier().code(), StatusCode::kUnavailable);
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(1));
 }
