@@ -1,0 +1,153 @@
+#include "worker/options.h"
+
+#include <CLI/CLI.hpp>
+#include <charconv>
+
+#include "engine/base/strings.h"
+#include "proto/protocol.h"
+#include "worker/host_info.h"
+
+namespace ds4 {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+constexpr int64_t kMaxContext = int64_t{1} << 30;
+constexpr int64_t kMaxBatchRows = 65536;
+
+constexpr const char* kAbout =
+    "One rank of a ds4 cluster: holds its share of the model and runs the coordinator's steps.\n"
+    "Start one on every machine, then start ds4-coordinator once with all their addresses.";
+
+constexpr const char* kExamples =
+    "Examples\n"
+    "  this machine only:\n"
+    "    ds4-worker --model v4.gguf\n"
+    "  for a coordinator on another machine (the network must be trusted: there is no password):\n"
+    "    ds4-worker --model v4.gguf --listen 0.0.0.0:9911\n"
+    "  behind a firewall or in a container, with fixed ports and the name that peers dial:\n"
+    "    ds4-worker --model v4.gguf --listen 0.0.0.0:9911 --data-port 9912 --advertise node3.lan\n"
+    "  from a script, on any free ports:\n"
+    "    ds4-worker --model v4.gguf --listen 127.0.0.1:0 --port-file ports.txt\n";
+
+// Values as text, so that our own checks name option, value and range in one way.
+struct RawOptions {
+  std::string listen = "127.0.0.1:9911";
+  std::string data_port = "0";
+  std::string threads;
+  std::string ctx;
+  std::string max_rows = "512";
+};
+
+void Declare(CLI::App& app, RawOptions& raw, WorkerOptions& options) {
+  app.footer(kExamples);
+  app.set_version_flag("--version",
+                       StrCat("ds4-worker ", BuildVersion(), ", protocol ", kProtocolVersion));
+  app.add_option("--model", options.model_path, "GGUF file; the same bytes on every machine")
+      ->required()
+      ->type_name("FILE");
+  app.add_option("--listen", raw.listen,
+                 "control address for the coordinator; port 0 takes a free one and prints it")
+      ->type_name("HOST:PORT")
+      ->capture_default_str();
+  app.add_option("--data-port", raw.data_port,
+                 "port on the same host for the peers' data; 0 takes a free one")
+      ->type_name("0..65535")
+      ->capture_default_str();
+  app.add_option("--advertise", options.advertise,
+                 "name or address that peers dial (default: the --listen host; when that means all "
+                 "addresses, the one the coordinator is reached by)")
+      ->type_name("HOST");
+  app.add_option("--threads", raw.threads, "compute threads (default: all cores)")
+      ->type_name(StrCat("1..", kMaxThreads));
+  app.add_option("--ctx", raw.ctx,
+                 "largest context of one session, in tokens (default: the model's)")
+      ->type_name(StrCat("1..", kMaxContext));
+  app.add_option("--max-rows", raw.max_rows,
+                 "largest batch of one forward pass, in rows: bounds the working memory")
+      ->type_name(StrCat("1..", kMaxBatchRows))
+      ->capture_default_str();
+  app.add_option("--port-file", options.port_file,
+                 "write \"control_port data_port\" there once ready, in one go")
+      ->type_name("PATH");
+  app.add_flag("--exit-with-parent", options.exit_with_parent, "end when standard input closes");
+  app.add_flag("--verbose", options.verbose, "log more");
+}
+
+Result<int64_t> ParseInt(const char* option, const std::string& text, int64_t low, int64_t high) {
+  int64_t value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error == std::errc() && stop == end && value >= low && value <= high) return value;
+  return InvalidArgumentError(
+      StrCat(option, " is \"", text, "\", must be a whole number in [", low, ", ", high, "]"));
+}
+
+Status Check(const RawOptions& raw, WorkerOptions& options) {
+  auto listen = ParseHostPort(raw.listen);
+  if (!listen.ok()) return listen.status().WithContext("--listen");
+  options.listen = std::move(listen).value();
+  ASSIGN_OR_RETURN(const int64_t data_port, ParseInt("--data-port", raw.data_port, 0, 65535));
+  options.data_port = static_cast<uint16_t>(data_port);
+  if (options.data_port != 0 && options.data_port == options.listen.port) {
+    return InvalidArgumentError(
+        StrCat("--data-port and --listen both use port ", data_port, "; choose two"));
+  }
+  if (options.model_path.empty()) return InvalidArgumentError("--model is empty, must name a file");
+  options.num_threads = UsableCores();
+  if (!raw.threads.empty()) {
+    ASSIGN_OR_RETURN(const int64_t threads, ParseInt("--threads", raw.threads, 1, kMaxThreads));
+    options.num_threads = static_cast<int>(threads);
+  }
+  if (!raw.ctx.empty()) {
+    ASSIGN_OR_RETURN(options.max_context, ParseInt("--ctx", raw.ctx, 1, kMaxContext));
+  }
+  ASSIGN_OR_RETURN(options.max_batch_rows, ParseInt("--max-rows", raw.max_rows, 1, kMaxBatchRows));
+  if (IsWildcard(options.advertise)) {
+    return InvalidArgumentError(StrCat("--advertise is \"", options.advertise,
+                                       "\", which peers cannot dial; give this host's own name or "
+                                       "address"));
+  }
+  return OkStatus();
+}
+
+}  // namespace
+
+Result<HostPort> ParseHostPort(const std::string& text) {
+  const size_t colon = text.rfind(':');
+  if (colon == std::string::npos) {
+    return InvalidArgumentError(StrCat("\"", text, "\" has no port, must be HOST:PORT"));
+  }
+  HostPort address;
+  ASSIGN_OR_RETURN(const int64_t port, ParseInt("port", text.substr(colon + 1), 0, 65535));
+  address.port = static_cast<uint16_t>(port);
+  address.host = text.substr(0, colon);
+  if (address.host.starts_with('[') && address.host.ends_with(']') && address.host.size() > 2) {
+    address.host = address.host.substr(1, address.host.size() - 2);
+  } else if (address.host.find(':') != std::string::npos) {
+    return InvalidArgumentError(
+        StrCat("\"", text, "\" is not clear; write an IPv6 address as [address]:port"));
+  }
+  if (address.host.empty() || address.host == "*") address.host = "0.0.0.0";
+  return address;
+}
+
+Result<std::variant<WorkerOptions, PrintAndExit>> ParseWorkerOptions(int argc,
+                                                                     const char* const* argv) {
+  CLI::App app(kAbout, "ds4-worker");
+  RawOptions raw;
+  WorkerOptions options;
+  Declare(app, raw, options);
+  try {
+    app.parse(argc, const_cast<char**>(argv));
+  } catch (const CLI::CallForHelp&) {
+    return std::variant<WorkerOptions, PrintAndExit>(PrintAndExit{app.help()});
+  } catch (const CLI::CallForVersion& version) {
+    return std::variant<WorkerOptions, PrintAndExit>(PrintAndExit{StrCat(version.what(), "\n")});
+  } catch (const CLI::ParseError& error) {
+    return InvalidArgumentError(StrCat(error.what(), "; see ds4-worker --help"));
+  }
+  RETURN_IF_ERROR(Check(raw, options));
+  return std::variant<WorkerOptions, PrintAndExit>(std::move(options));
+}
+
+}  // namespace ds4
