@@ -1,0 +1,181 @@
+// Products of packed weight rows with input rows, in tiles whose partial sums stay in registers. Each
+// (weight row, input row) pair has its own partial sums, added in the order of matmul.h, so the shape
+// of the tile changes no bit.
+#pragma once
+
+#include "engine/kernels/isa.h"
+
+namespace ds4::DS4_ISA_NAMESPACE {
+
+// How 16 stored values become floats; Part reads n < 16 and fills with zeros.
+struct F32Values {
+  using Type = float;
+  static Vec Full(const float* p) { return Load(p); }
+  static Vec Part(const float* p, int64_t n) { return LoadPart(p, n); }
+};
+struct F16Values {
+  using Type = uint16_t;
+  static Vec Full(const uint16_t* p) { return LoadF16(p); }
+  static Vec Part(const uint16_t* p, int64_t n) { return LoadPartF16(p, n); }
+};
+struct BF16Values {
+  using Type = uint16_t;
+  static Vec Full(const uint16_t* p) { return LoadBF16(p); }
+  static Vec Part(const uint16_t* p, int64_t n) { return LoadPartBF16(p, n); }
+};
+
+// The first n values (any n) of the 16 at p; past the end everything is zero and nothing is read.
+template <class Values>
+inline Vec UpTo(const typename Values::Type* p, int64_t n) {
+  if (n >= kLanes) return Values::Full(p);
+  return n > 0 ? Values::Part(p, n) : Zero();
+}
+
+// sums[i][j] = w[i] . x[j]. Columns past the end count as zeros.
+template <class Values, int WT, int XT>
+inline void DotTile(const typename Values::Type* const (&w)[WT], const float* const (&x)[XT],
+                    int64_t cols, float (&sums)[WT][XT]) {
+  Vec acc[WT][XT][2];
+  DS4_UNROLL
+  for (int i = 0; i < WT; ++i) {
+    DS4_UNROLL
+    for (int j = 0; j < XT; ++j) acc[i][j][0] = acc[i][j][1] = Zero();
+  }
+  int64_t k = 0;
+  for (; k + 2 * kLanes <= cols; k += 2 * kLanes) {
+    Vec xv[XT][2];
+    DS4_UNROLL
+    for (int j = 0; j < XT; ++j) {
+      xv[j][0] = Load(x[j] + k);
+      xv[j][1] = Load(x[j] + k + kLanes);
+    }
+    DS4_UNROLL
+    for (int i = 0; i < WT; ++i) {
+      const Vec w0 = Values::Full(w[i] + k);
+      const Vec w1 = Values::Full(w[i] + k + kLanes);
+      DS4_UNROLL
+      for (int j = 0; j < XT; ++j) {
+        acc[i][j][0] = Fma(w0, xv[j][0], acc[i][j][0]);
+        acc[i][j][1] = Fma(w1, xv[j][1], acc[i][j][1]);
+      }
+    }
+  }
+  if (k < cols) {
+    const int64_t rest = cols - k;
+    DS4_UNROLL
+    for (int i = 0; i < WT; ++i) {
+      const Vec w0 = UpTo<Values>(w[i] + k, rest);
+      const Vec w1 = rest > kLanes ? UpTo<Values>(w[i] + k + kLanes, rest - kLanes) : Zero();
+      DS4_UNROLL
+      for (int j = 0; j < XT; ++j) {
+        const Vec x0 = UpTo<F32Values>(x[j] + k, rest);
+        const Vec x1 = rest > kLanes ? UpTo<F32Values>(x[j] + k + kLanes, rest - kLanes) : Zero();
+        acc[i][j][0] = Fma(w0, x0, acc[i][j][0]);
+        acc[i][j][1] = Fma(w1, x1, acc[i][j][1]);
+      }
+    }
+  }
+  DS4_UNROLL
+  for (int i = 0; i < WT; ++i) {
+    DS4_UNROLL
+    for (int j = 0; j < XT; ++j) sums[i][j] = HSum(Add(acc[i][j][0], acc[i][j][1]));
+  }
+}
+
+// The tiles of one element type: Compute gives the sums of weight rows r.. with input rows t..
+template <class Values>
+struct DotKernel {
+  static constexpr int kW = kDotW;
+  static constexpr int kX = kDotX;
+  static int64_t BytesPerInputRow(const MatMulTask& task) { return task.cols * 4; }
+
+  template <int WT, int XT>
+  static void Compute(const MatMulTask& task, int64_t r, int64_t t, float (&sums)[WT][XT]) {
+    const typename Values::Type* w[WT];
+    const float* x[XT];
+    for (int i = 0; i < WT; ++i) {
+      w[i] = reinterpret_cast<const typename Values::Type*>(task.w + (r + i) * task.w_stride);
+    }
+    for (int j = 0; j < XT; ++j) x[j] = task.x + (t + j) * task.x_stride;
+    DotTile<Values, WT, XT>(w, x, task.cols, sums);
+  }
+};
+
+struct Q8Kernel {
+  static constexpr int kW = kQ8W;
+  static constexpr int kX = kQ8X;
+  static int64_t BytesPerInputRow(const MatMulTask& task) { return task.cols + task.cols / 8; }
+
+  template <int WT, int XT>
+  static void Compute(const MatMulTask& task, int64_t r, int64_t t, float (&sums)[WT][XT]) {
+    const uint8_t* w[WT];
+    const int8_t* q[XT];
+    const float* scale[XT];
+    for (int i = 0; i < WT; ++i) {
+      w[i] = reinterpret_cast<const uint8_t*>(task.w + (r + i) * task.w_stride);
+    }
+    for (int j = 0; j < XT; ++j) {
+      q[j] = task.q + (t + j) * task.cols;
+      scale[j] = task.q_scale + (t + j) * (task.cols / 32);
+    }
+    Q8Tile<WT, XT>(w, q, scale, task.cols, sums);
+  }
+};
+
+template <class Kernel, int WT, int XT>
+inline void RunTile(const MatMulTask& task, int64_t r, int64_t t) {
+  float sums[WT][XT];
+  Kernel::template Compute<WT, XT>(task, r, t, sums);
+  for (int j = 0; j < XT; ++j) {
+    float* y = task.y + (t + j) * task.y_stride + r;
+    for (int i = 0; i < WT; ++i) y[i] = task.accumulate ? y[i] + sums[i][j] : sums[i][j];
+  }
+}
+
+// Input rows [t, t_end) in tiles of XT, then the rest in one smaller tile.
+template <class Kernel, int WT, int XT>
+inline void RunInputs(const MatMulTask& task, int64_t r, int64_t t, int64_t t_end) {
+  for (; t + XT <= t_end; t += XT) RunTile<Kernel, WT, XT>(task, r, t);
+  if constexpr (XT > 1) {
+    if (t < t_end) RunInputs<Kernel, WT, XT - 1>(task, r, t, t_end);
+  }
+}
+
+// A few input rows: one weight row after the other, for memory is read fastest in one stream. Many:
+// blocks of input rows that stay in the L2 cache while all weight rows pass by in tiles.
+template <class Kernel>
+void RunMatMul(const MatMulTask& task) {
+  constexpr int64_t kL2Bytes = 512 << 10;
+  int64_t r = task.row_begin;
+  if (Kernel::kW == 1 || task.num_x <= Kernel::kX) {
+    for (; r < task.row_end; ++r) RunInputs<Kernel, 1, Kernel::kX>(task, r, 0, task.num_x);
+    return;
+  }
+  int64_t block = kL2Bytes / Kernel::BytesPerInputRow(task) / Kernel::kX * Kernel::kX;
+  if (block < Kernel::kX) block = Kernel::kX;
+  for (int64_t t = 0; t < task.num_x; t += block) {
+    const int64_t t_end = t + block < task.num_x ? t + block : task.num_x;
+    r = task.row_begin;
+    for (; r + Kernel::kW <= task.row_end; r += Kernel::kW) {
+      RunInputs<Kernel, Kernel::kW, Kernel::kX>(task, r, t, t_end);
+    }
+    for (; r < task.row_end; ++r) RunInputs<Kernel, 1, Kernel::kX>(task, r, t, t_end);
+  }
+}
+
+inline void RunMatMulTask(const MatMulTask& task) {
+  switch (task.dtype) {
+    case DType::kF32:
+      return RunMatMul<DotKernel<F32Values>>(task);
+    case DType::kF16:
+      return RunMatMul<DotKernel<F16Values>>(task);
+    case DType::kBF16:
+      return RunMatMul<DotKernel<BF16Values>>(task);
+    case DType::kQ8_0:
+      return RunMatMul<Q8Kernel>(task);
+    default:
+      __builtin_trap();  // MatMul checks the type before it comes here
+  }
+}
+
+}  // namespace ds4::DS4_ISA_NAMESPACE
