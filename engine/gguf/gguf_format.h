@@ -17,6 +17,8 @@ inline constexpr size_t kMaxKeyBytes = 65535;
 inline constexpr size_t kMaxTensorNameBytes =
     63;  // other readers keep names in 64 bytes with a zero
 inline constexpr uint32_t kMaxDims = 4;
+// Far beyond any file, far enough from overflow for sums of a few sizes and offsets.
+inline constexpr int64_t kMaxTensorBytes = int64_t{1} << 60;
 // The least that one entry of each list takes: an empty string length, type and one-byte value; a
 // string length, num_dims, one dim, type and offset.
 inline constexpr int64_t kMinKeyBytes = 8 + 4 + 1;

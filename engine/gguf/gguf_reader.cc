@@ -13,8 +13,6 @@ namespace ds4 {
 namespace {
 
 constexpr int64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
-// Far beyond any file, far enough from overflow for the sums below.
-constexpr uint64_t kMaxOffset = uint64_t{1} << 60;
 
 // a * b, or false when it does not fit. Both at least 0.
 bool MultiplyFits(int64_t a, int64_t b, int64_t* product) {
@@ -240,10 +238,11 @@ class GgufParser {
     uint64_t offset = 0;
     RETURN_IF_ERROR(Take(StrCat("offset of ", tensor.name), &offset));
     // Relative to the data section, which is not known yet; PlaceTensors makes it absolute.
-    if (offset > kMaxOffset || offset % static_cast<uint64_t>(file_.alignment_) != 0) {
+    if (offset > static_cast<uint64_t>(kMaxTensorBytes) ||
+        offset % static_cast<uint64_t>(file_.alignment_) != 0) {
       return Error(StrCat("tensor ", tensor.name, " has offset ", offset,
                           ", it must be a multiple of ", file_.alignment_, " and at most ",
-                          kMaxOffset));
+                          kMaxTensorBytes));
     }
     tensor.offset = static_cast<int64_t>(offset);
     file_.tensors_.push_back(std::move(tensor));
@@ -297,8 +296,8 @@ class GgufParser {
   Status PlaceTensors() {
     const int64_t data_start = RoundUp(pos_, file_.alignment_);
     for (TensorInfo& tensor : file_.tensors_) {
-      tensor.offset += data_start;  // no overflow: both are below kMaxOffset and the file size
-      if (tensor.size_bytes > kMaxInt64 / 2 - tensor.offset) {
+      tensor.offset += data_start;  // no overflow: both are below kMaxTensorBytes and the file size
+      if (tensor.size_bytes > 2 * kMaxTensorBytes - tensor.offset) {
         return Error(StrCat("tensor ", tensor.name, " at offset ", tensor.offset, " has ",
                             tensor.size_bytes, " bytes, more than any file holds"));
       }

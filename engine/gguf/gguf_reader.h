@@ -84,8 +84,10 @@ class GgufFile {
   int64_t file_bytes() const { return static_cast<int64_t>(bytes_.size()); }
   uint32_t version() const { return version_; }
   int64_t alignment() const { return alignment_; }
-  // Where the tensor directory ends: bytes [0, header_bytes()) describe everything but the data.
-  int64_t header_bytes() const { return header_bytes_; }
+  // All bytes up to the end of the tensor directory: everything but the data.
+  std::span<const std::byte> header() const {
+    return bytes_.first(static_cast<size_t>(header_bytes_));
+  }
 
   std::span<const TensorInfo> tensors() const { return tensors_; }
   // nullptr when absent.
