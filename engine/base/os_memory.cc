@@ -24,12 +24,12 @@ size_t RoundUp(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * u
 std::byte* MapAligned(size_t bytes) {
   if (bytes > SIZE_MAX / 2) return nullptr;
   const size_t size = RoundUp(bytes, kHugePage);
-  void* raw = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
-                   -1, 0);
+  void* raw =
+      mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (raw == MAP_FAILED) return nullptr;
   auto* base = static_cast<std::byte*>(raw);
-  const size_t skip = RoundUp(reinterpret_cast<uintptr_t>(base), kHugePage) -
-                      reinterpret_cast<uintptr_t>(base);
+  const size_t skip =
+      RoundUp(reinterpret_cast<uintptr_t>(base), kHugePage) - reinterpret_cast<uintptr_t>(base);
   if (skip > 0) munmap(base, skip);
   if (skip < kHugePage) munmap(base + skip + size, kHugePage - skip);
   // A wish only: without huge pages everything works, slower.

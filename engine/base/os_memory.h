@@ -1,5 +1,6 @@
-// Large zero-filled blocks for weights and caches; the one place that asks the system for huge pages
-// (they are worth a quarter of the read bandwidth, since decode streams every weight once per token).
+// Large zero-filled blocks for weights and caches; the one place that asks the system for huge
+// pages (they are worth a quarter of the read bandwidth, since decode streams every weight once per
+// token).
 #pragma once
 
 #include <cstddef>

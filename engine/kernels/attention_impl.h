@@ -17,7 +17,8 @@ inline void ScoreHeads(const AttendTask& task, int64_t j, int64_t a) {
     float sums[KT][HT];
     DotTile<F32Values, KT, HT>(keys, q, task.head_dim, sums);
     for (int h = 0; h < HT; ++h) {
-      for (int i = 0; i < KT; ++i) task.scores[(a + h) * task.num_keys + j + i] = task.scale * sums[i][h];
+      for (int i = 0; i < KT; ++i)
+        task.scores[(a + h) * task.num_keys + j + i] = task.scale * sums[i][h];
     }
   }
   if constexpr (HT > 1) {
@@ -47,7 +48,8 @@ inline void SoftmaxWithSink(float* scores, int64_t n, float sink) {
   });
 }
 
-// out[a][d..] += p[a][j] key[j][d..], keys in list order, for HT heads and VT groups of 16 channels.
+// out[a][d..] += p[a][j] key[j][d..], keys in list order, for HT heads and VT groups of 16
+// channels.
 template <int HT, int VT>
 inline void SumTile(const AttendTask& task, int64_t a, int64_t d) {
   Vec acc[HT][VT];
@@ -72,7 +74,8 @@ inline void SumTile(const AttendTask& task, int64_t a, int64_t d) {
   DS4_UNROLL
   for (int h = 0; h < HT; ++h) {
     DS4_UNROLL
-    for (int v = 0; v < VT; ++v) Store(task.out + (a + h) * task.head_dim + d + v * kLanes, acc[h][v]);
+    for (int v = 0; v < VT; ++v)
+      Store(task.out + (a + h) * task.head_dim + d + v * kLanes, acc[h][v]);
   }
 }
 

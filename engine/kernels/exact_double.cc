@@ -8,7 +8,7 @@ namespace ds4 {
 namespace {
 
 // pi/2 and ln 2 in a part with trailing zero bits, so that small multiples are exact, and the rest.
-constexpr double kHalfPiHigh = 1.57079632673412561417;    // 33 bits
+constexpr double kHalfPiHigh = 1.57079632673412561417;        // 33 bits
 constexpr double kHalfPiMiddle = 6.07710050630396597660e-11;  // the next 33
 constexpr double kHalfPiLow = 2.02226624879595063154e-21;
 constexpr double kLn2High = 6.93147180369123816490e-01;

@@ -1,5 +1,5 @@
-// Double-precision sine, cosine, logarithm and power from IEEE operations, for rotary angles: a libm
-// may differ in the last bit between hosts, and then so would every rank's cosines.
+// Double-precision sine, cosine, logarithm and power from IEEE operations, for rotary angles: a
+// libm may differ in the last bit between hosts, and then so would every rank's cosines.
 #pragma once
 
 namespace ds4 {

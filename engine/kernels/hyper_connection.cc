@@ -28,7 +28,8 @@ void Mix(const float* streams, int64_t num_rows, const HyperConnectionParams& pa
   const KernelTable& kernels = ActiveKernels();
   pool.ParallelFor(num_rows, MinParallelRows(flat), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      const float mean = kernels.sum_of_squares(streams + t * flat, flat) / static_cast<float>(flat);
+      const float mean =
+          kernels.sum_of_squares(streams + t * flat, flat) / static_cast<float>(flat);
       const float inverse = 1.0f / std::sqrt(mean + params.norm_eps);
       float* row = mixes.data() + t * fn.rows;
       for (int64_t i = 0; i < fn.rows; ++i) row[i] *= inverse;
@@ -83,10 +84,12 @@ void HyperConnectionPre(const float* streams, int64_t num_rows, const HyperConne
                         const HyperConnectionWeights& weights, float* collapsed, float* post,
                         float* comb, ThreadPool& pool) {
   const int64_t h = params.num_streams, dim = params.hidden_dim;
-  CHECK(weights.fn.rows == 2 * h + h * h) << weights.fn.rows << " mixing rows for " << h << " streams";
+  CHECK(weights.fn.rows == 2 * h + h * h)
+      << weights.fn.rows << " mixing rows for " << h << " streams";
   thread_local std::vector<float> mixes;
   Mix(streams, num_rows, params, weights.fn, mixes, pool);
-  const float* const all_mixes = mixes.data();  // the lambda runs on threads with mixes of their own
+  const float* const all_mixes =
+      mixes.data();  // the lambda runs on threads with mixes of their own
   const KernelTable& kernels = ActiveKernels();
   pool.ParallelFor(num_rows, MinParallelRows(h * dim), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
@@ -113,24 +116,28 @@ void HyperConnectionPost(float* streams, const float* result, const float* post,
   const KernelTable& kernels = ActiveKernels();
   pool.ParallelFor(num_rows, MinParallelRows(2 * h * dim), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      kernels.expand(streams + t * h * dim, result + t * dim, post + t * h, comb + t * h * h, h, dim);
+      kernels.expand(streams + t * h * dim, result + t * dim, post + t * h, comb + t * h * h, h,
+                     dim);
     }
   });
 }
 
-void HyperConnectionHead(const float* streams, int64_t num_rows, const HyperConnectionParams& params,
-                         const HyperConnectionWeights& weights, float* out, ThreadPool& pool) {
+void HyperConnectionHead(const float* streams, int64_t num_rows,
+                         const HyperConnectionParams& params, const HyperConnectionWeights& weights,
+                         float* out, ThreadPool& pool) {
   const int64_t h = params.num_streams, dim = params.hidden_dim;
   CHECK(weights.fn.rows == h) << weights.fn.rows << " mixing rows for " << h << " streams";
   thread_local std::vector<float> mixes;
   Mix(streams, num_rows, params, weights.fn, mixes, pool);
-  const float* const all_mixes = mixes.data();  // the lambda runs on threads with mixes of their own
+  const float* const all_mixes =
+      mixes.data();  // the lambda runs on threads with mixes of their own
   const KernelTable& kernels = ActiveKernels();
   pool.ParallelFor(num_rows, MinParallelRows(h * dim), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       float weight[kMaxStreams];
       for (int64_t i = 0; i < h; ++i) {
-        weight[i] = Sigmoid(all_mixes[t * h + i] * weights.scale[0] + weights.base[i]) + params.hc_eps;
+        weight[i] =
+            Sigmoid(all_mixes[t * h + i] * weights.scale[0] + weights.base[i]) + params.hc_eps;
       }
       kernels.collapse(streams + t * h * dim, weight, h, dim, out + t * dim);
     }

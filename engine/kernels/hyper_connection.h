@@ -9,8 +9,8 @@
 namespace ds4 {
 
 struct HyperConnectionParams {
-  int64_t num_streams = 4;   // H
-  int64_t hidden_dim = 0;    // D
+  int64_t num_streams = 4;  // H
+  int64_t hidden_dim = 0;   // D
   int sinkhorn_iterations = 20;
   float hc_eps = 1e-6f;
   float norm_eps = 1e-6f;
@@ -23,8 +23,9 @@ struct HyperConnectionWeights {
   const float* scale = nullptr;
 };
 
-// streams: [num_rows, H, D]. Writes collapsed [num_rows, D] (the sub-layer's input before its norm),
-// post [num_rows, H] and comb [num_rows, H, H] (row i: source stream, column j: destination).
+// streams: [num_rows, H, D]. Writes collapsed [num_rows, D] (the sub-layer's input before its
+// norm), post [num_rows, H] and comb [num_rows, H, H] (row i: source stream, column j:
+// destination).
 void HyperConnectionPre(const float* streams, int64_t num_rows, const HyperConnectionParams& params,
                         const HyperConnectionWeights& weights, float* collapsed, float* post,
                         float* comb, ThreadPool& pool);
@@ -34,7 +35,8 @@ void HyperConnectionPost(float* streams, const float* result, const float* post,
                          int64_t num_rows, const HyperConnectionParams& params, ThreadPool& pool);
 
 // The output head's collapse (spec 2.3): fn [H, H*D], base [H], scale [1]; out [num_rows, D].
-void HyperConnectionHead(const float* streams, int64_t num_rows, const HyperConnectionParams& params,
-                         const HyperConnectionWeights& weights, float* out, ThreadPool& pool);
+void HyperConnectionHead(const float* streams, int64_t num_rows,
+                         const HyperConnectionParams& params, const HyperConnectionWeights& weights,
+                         float* out, ThreadPool& pool);
 
 }  // namespace ds4

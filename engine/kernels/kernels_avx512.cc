@@ -3,8 +3,8 @@
 
 #if defined(__x86_64__)
 
-// g++ 12 warns about the "undefined" registers inside its own intrinsics (GCC bug 105593); can go with
-// g++ 13.
+// g++ 12 warns about the "undefined" registers inside its own intrinsics (GCC bug 105593); can go
+// with g++ 13.
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"

@@ -1,4 +1,5 @@
-// Exp, Log and their kin from IEEE operations, for one lane or a vector; see math.h for the promises.
+// Exp, Log and their kin from IEEE operations, for one lane or a vector; see math.h for the
+// promises.
 #pragma once
 
 #include "engine/kernels/scalar_ops.h"
@@ -37,8 +38,8 @@ inline V SigmoidOf(V x) {
   return Div(one, Add(one, ExpOf(Sub(Set1<V>(0.0f), x))));
 }
 
-// ln x = k ln 2 + ln(1+f) with 1+f in [sqrt(1/2), sqrt 2); ln(1+f) = 2 atanh(s), s = f / (2+f), summed
-// so that the leading f is added last and exactly (the arrangement of FreeBSD's logf).
+// ln x = k ln 2 + ln(1+f) with 1+f in [sqrt(1/2), sqrt 2); ln(1+f) = 2 atanh(s), s = f / (2+f),
+// summed so that the leading f is added last and exactly (the arrangement of FreeBSD's logf).
 inline float LogOf(float x) {
   if (x != x) return x;
   if (x < 0.0f) return __builtin_nanf("");

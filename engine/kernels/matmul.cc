@@ -99,8 +99,8 @@ float DotReferenceQ8(const MatrixView& w, int64_t r, const int8_t* q, const floa
 
 }  // namespace
 
-// Each thread takes the same share of the rows of every job, in list order. So jobs that share y need
-// no other order between threads, and many small jobs balance as well as one large one.
+// Each thread takes the same share of the rows of every job, in list order. So jobs that share y
+// need no other order between threads, and many small jobs balance as well as one large one.
 void MatMul(std::span<const MatMulJob> jobs, ThreadPool& pool) {
   for (const MatMulJob& job : jobs) CheckJob(job);
   const KernelTable& kernels = ActiveKernels();

@@ -1,10 +1,12 @@
 // y[t, r] = sum_k w[r, k] * x[t, k], for one row or thousands, always with the same additions.
 //
-// Order of additions (docs/adr/0004): the result for one (t, r) depends on w[r] and x[t] only, never
-// on the number of rows, the threads or the instruction set.
-//  F32/F16/BF16: 32 partial sums; partial p takes k = p, p+32, p+64, ... in rising order, each step one
+// Order of additions (docs/adr/0004): the result for one (t, r) depends on w[r] and x[t] only,
+// never on the number of rows, the threads or the instruction set.
+//  F32/F16/BF16: 32 partial sums; partial p takes k = p, p+32, p+64, ... in rising order, each step
+//  one
 //    fused multiply-add in float32. Then a balanced tree: 16 = p + (p+16), 8, 4, 2, 1.
-//  Q8_0: x is rounded to int8 blocks of 32 with a float32 scale (quantize.h). 16 partial sums; block b,
+//  Q8_0: x is rounded to int8 blocks of 32 with a float32 scale (quantize.h). 16 partial sums;
+//  block b,
 //    group g (k = 32b+4g .. +3, g < 8) adds to partial p = 8*(b%2)+g:
 //    acc[p] = Fma(dw * dx, float(exact int32 sum of 4 products), acc[p]), blocks in rising order.
 //    Then the tree: 8 = p + (p+8), 4, 2, 1.
@@ -32,14 +34,17 @@ struct ActivationView {
   const float* scale = nullptr;
 
   ActivationView Rows(int64_t begin, int64_t count) const {
-    return {count,      cols,
-            f32 ? f32 + begin * f32_stride : nullptr, f32_stride,
-            q ? q + begin * cols : nullptr, scale ? scale + begin * (cols / 32) : nullptr};
+    return {count,
+            cols,
+            f32 ? f32 + begin * f32_stride : nullptr,
+            f32_stride,
+            q ? q + begin * cols : nullptr,
+            scale ? scale + begin * (cols / 32) : nullptr};
   }
 };
 
-// One product of a batch. y: [x.num_rows, w.rows], row stride y_stride values; `accumulate` adds to y
-// (y = y + product, one rounding) instead of overwriting it.
+// One product of a batch. y: [x.num_rows, w.rows], row stride y_stride values; `accumulate` adds to
+// y (y = y + product, one rounding) instead of overwriting it.
 struct MatMulJob {
   MatrixView w;
   ActivationView x;

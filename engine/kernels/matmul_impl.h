@@ -1,6 +1,6 @@
-// Products of packed weight rows with input rows, in tiles whose partial sums stay in registers. Each
-// (weight row, input row) pair has its own partial sums, added in the order of matmul.h, so the shape
-// of the tile changes no bit.
+// Products of packed weight rows with input rows, in tiles whose partial sums stay in registers.
+// Each (weight row, input row) pair has its own partial sums, added in the order of matmul.h, so
+// the shape of the tile changes no bit.
 #pragma once
 
 #include "engine/kernels/isa.h"

@@ -53,7 +53,7 @@ void PackQ8(const std::byte* src, int64_t cols, std::byte* row) {
 bool PackedSize(DType dtype, int64_t rows, int64_t cols, int64_t* stride, int64_t* total) {
   constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
   if (cols > kMax / 8) return false;  // no type takes more than 4 bytes a value, plus alignment
-  const int64_t row_bytes = dtype == DType::kQ8_0 ? cols + cols / kBlock * 2
+  const int64_t row_bytes = dtype == DType::kQ8_0  ? cols + cols / kBlock * 2
                             : dtype == DType::kF32 ? cols * 4
                                                    : cols * 2;
   *stride = (row_bytes + kRowAlignment - 1) / kRowAlignment * kRowAlignment;

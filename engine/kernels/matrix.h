@@ -1,8 +1,8 @@
 // Weight matrices in the layout that kernels read: packed once at load, then read-only.
 //
 // F32, F16, BF16: row-major values. Q8_0: per row first all int8 values (cols bytes), then all f16
-// block scales (cols / 32), so that a row streams in order and scales load as vectors. Rows start at
-// 64-byte boundaries; memory is aligned and asks for huge pages where the system has them.
+// block scales (cols / 32), so that a row streams in order and scales load as vectors. Rows start
+// at 64-byte boundaries; memory is aligned and asks for huge pages where the system has them.
 #pragma once
 
 #include <cstddef>

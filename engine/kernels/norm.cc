@@ -7,8 +7,8 @@
 
 namespace ds4 {
 
-void RmsNorm(const float* x, const float* weight, int64_t num_rows, int64_t dim, float eps, float* y,
-             ThreadPool& pool) {
+void RmsNorm(const float* x, const float* weight, int64_t num_rows, int64_t dim, float eps,
+             float* y, ThreadPool& pool) {
   const KernelTable& kernels = ActiveKernels();
   pool.ParallelFor(num_rows, MinParallelRows(dim), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {

@@ -53,8 +53,8 @@ inline void ScaleRow(const float* x, const float* weight, float factor, int64_t 
   });
 }
 
-inline void SwiGluRow(const float* gate, const float* up, float row_weight, int64_t dim, float limit,
-                      float* out) {
+inline void SwiGluRow(const float* gate, const float* up, float row_weight, int64_t dim,
+                      float limit, float* out) {
   const Vec top = Set1<Vec>(limit), bottom = Set1<Vec>(-limit), w = Set1<Vec>(row_weight);
   ForGroups(dim, [&](int64_t k, int64_t len) {
     const Vec g0 = LoadN(gate + k, len), u0 = LoadN(up + k, len);
@@ -70,8 +70,8 @@ inline void ExpRow(float* x, int64_t n) {
 }
 
 // Weights of one channel are e^(score - max); their sum divides at the end.
-inline void PoolWindowRows(const float* const* values, const float* const* scores, int64_t num_slots,
-                           int64_t dim, float* out) {
+inline void PoolWindowRows(const float* const* values, const float* const* scores,
+                           int64_t num_slots, int64_t dim, float* out) {
   ForGroups(dim, [&](int64_t k, int64_t len) {
     Vec top = Set1<Vec>(-__builtin_inff());
     for (int64_t i = 0; i < num_slots; ++i) {

@@ -1,9 +1,10 @@
-// One-lane forms of the vector operations in simd_*.h, with the same results bit for bit. The generic
-// vector is sixteen of them; scalar code in the per-instruction-set files calls them directly.
+// One-lane forms of the vector operations in simd_*.h, with the same results bit for bit. The
+// generic vector is sixteen of them; scalar code in the per-instruction-set files calls them
+// directly.
 //
-// Every file that includes this defines DS4_ISA_NAMESPACE first. All code of one instruction set stays
-// in its own namespace: an inline function shared between files built with different flags would be
-// kept once by the linker, perhaps in a form this CPU cannot run.
+// Every file that includes this defines DS4_ISA_NAMESPACE first. All code of one instruction set
+// stays in its own namespace: an inline function shared between files built with different flags
+// would be kept once by the linker, perhaps in a form this CPU cannot run.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,9 @@ inline float FromBits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 inline uint32_t ToBits(float x) { return __builtin_bit_cast(uint32_t, x); }
 
 // 2^n for an integral n in [-126, 127].
-inline float Pow2(float n) { return FromBits(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23); }
+inline float Pow2(float n) {
+  return FromBits(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
+}
 
 inline float BF16Value(uint16_t bits) { return FromBits(static_cast<uint32_t>(bits) << 16); }
 

@@ -119,8 +119,8 @@ inline void StoreRounded(int8_t* p, Vec v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(a16, b16));
 }
 
-// Eight exact sums of four products. |w| is unsigned up to 128 and the input's size at most 127, so a
-// pair's sum stays below 2^15.
+// Eight exact sums of four products. |w| is unsigned up to 128 and the input's size at most 127, so
+// a pair's sum stays below 2^15.
 inline __m256i DotGroups(__m256i abs_w, __m256i w, const int8_t* q) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q));
   const __m256i pairs = _mm256_maddubs_epi16(abs_w, _mm256_sign_epi8(x, w));

@@ -92,8 +92,8 @@ inline void StoreRounded(int8_t* p, Vec v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(whole));
 }
 
-// vpdpbusd multiplies unsigned by signed bytes: weights go in as w + 128, and 128 * (sum of the inputs)
-// is taken off again, all in exact integers.
+// vpdpbusd multiplies unsigned by signed bytes: weights go in as w + 128, and 128 * (sum of the
+// inputs) is taken off again, all in exact integers.
 inline __m512i MinusOffset(__m512i q) {
   const __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(-128), q);
   return _mm512_sub_epi32(_mm512_setzero_si512(), sum);

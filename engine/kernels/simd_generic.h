@@ -28,15 +28,27 @@ inline Vec Set1<Vec>(float x) {
   return Map([&](int) { return x; });
 }
 inline Vec Zero() { return Set1<Vec>(0.0f); }
-inline Vec Add(Vec a, Vec b) { return Map([&](int i) { return a.lanes[i] + b.lanes[i]; }); }
-inline Vec Sub(Vec a, Vec b) { return Map([&](int i) { return a.lanes[i] - b.lanes[i]; }); }
-inline Vec Mul(Vec a, Vec b) { return Map([&](int i) { return a.lanes[i] * b.lanes[i]; }); }
-inline Vec Div(Vec a, Vec b) { return Map([&](int i) { return a.lanes[i] / b.lanes[i]; }); }
+inline Vec Add(Vec a, Vec b) {
+  return Map([&](int i) { return a.lanes[i] + b.lanes[i]; });
+}
+inline Vec Sub(Vec a, Vec b) {
+  return Map([&](int i) { return a.lanes[i] - b.lanes[i]; });
+}
+inline Vec Mul(Vec a, Vec b) {
+  return Map([&](int i) { return a.lanes[i] * b.lanes[i]; });
+}
+inline Vec Div(Vec a, Vec b) {
+  return Map([&](int i) { return a.lanes[i] / b.lanes[i]; });
+}
 inline Vec Fma(Vec a, Vec b, Vec c) {
   return Map([&](int i) { return Fma(a.lanes[i], b.lanes[i], c.lanes[i]); });
 }
-inline Vec Max(Vec a, Vec b) { return Map([&](int i) { return Max(a.lanes[i], b.lanes[i]); }); }
-inline Vec Min(Vec a, Vec b) { return Map([&](int i) { return Min(a.lanes[i], b.lanes[i]); }); }
+inline Vec Max(Vec a, Vec b) {
+  return Map([&](int i) { return Max(a.lanes[i], b.lanes[i]); });
+}
+inline Vec Min(Vec a, Vec b) {
+  return Map([&](int i) { return Min(a.lanes[i], b.lanes[i]); });
+}
 inline Vec Abs(Vec a) {
   return Map([&](int i) { return FromBits(ToBits(a.lanes[i]) & 0x7fffffffu); });
 }
@@ -50,9 +62,15 @@ inline Vec Pow2(Vec n) {
   return Map([&](int i) { return Pow2(n.lanes[i]); });
 }
 
-inline Vec Load(const float* p) { return Map([&](int i) { return p[i]; }); }
-inline Vec LoadF16(const uint16_t* p) { return Map([&](int i) { return F16Value(p[i]); }); }
-inline Vec LoadBF16(const uint16_t* p) { return Map([&](int i) { return BF16Value(p[i]); }); }
+inline Vec Load(const float* p) {
+  return Map([&](int i) { return p[i]; });
+}
+inline Vec LoadF16(const uint16_t* p) {
+  return Map([&](int i) { return F16Value(p[i]); });
+}
+inline Vec LoadBF16(const uint16_t* p) {
+  return Map([&](int i) { return BF16Value(p[i]); });
+}
 // The first n < 16 values, then zeros; reads no further.
 inline Vec LoadPart(const float* p, int64_t n) {
   return Map([&](int i) { return i < n ? p[i] : 0.0f; });
@@ -92,8 +110,8 @@ inline void StoreRounded(int8_t* p, Vec v) {
   }
 }
 
-// Products of WT weight rows (int8 values, then f16 block scales) with XT quantised rows; the order of
-// additions is that of matmul.h.
+// Products of WT weight rows (int8 values, then f16 block scales) with XT quantised rows; the order
+// of additions is that of matmul.h.
 template <int WT, int XT>
 inline void Q8Tile(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT],
                    const float* const (&scale)[XT], int64_t cols, float (&sums)[WT][XT]) {

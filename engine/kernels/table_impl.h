@@ -1,4 +1,5 @@
-// The table of one instruction set; the file that includes this has chosen namespace and vector type.
+// The table of one instruction set; the file that includes this has chosen namespace and vector
+// type.
 #pragma once
 
 #include "engine/kernels/attention_impl.h"

@@ -33,8 +33,8 @@ void Pause() {
 }
 
 // A decode step has hundreds of short regions one after the other: who spins this long before it
-// sleeps meets the next one without a call to the system. Not with more threads than cores: there the
-// spinning thread would keep the core from the one it waits for.
+// sleeps meets the next one without a call to the system. Not with more threads than cores: there
+// the spinning thread would keep the core from the one it waits for.
 constexpr std::chrono::microseconds kSpin(40);
 
 template <class Ready>
@@ -58,10 +58,10 @@ bool SpinUntil(bool may_spin, Ready ready) {
 // lowers `pending`. No new generation starts before `pending` is 0, so a worker can neither take a
 // task twice nor miss one.
 //
-// Sleeping: a thread counts itself in under the mutex and then looks once more at what it waits for;
-// the other side changes that first and then looks at the count. Both in the single order of
-// seq_cst, so one of them sees the other and no wake-up is lost. A region ends when its function does:
-// there is no peer to lose here, so the waits have no deadline.
+// Sleeping: a thread counts itself in under the mutex and then looks once more at what it waits
+// for; the other side changes that first and then looks at the count. Both in the single order of
+// seq_cst, so one of them sees the other and no wake-up is lost. A region ends when its function
+// does: there is no peer to lose here, so the waits have no deadline.
 struct ThreadPool::Impl {
   explicit Impl(int threads)
       : num_threads(threads),

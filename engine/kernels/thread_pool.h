@@ -7,8 +7,8 @@
 
 namespace ds4 {
 
-// Thread-compatible: one thread at a time calls ParallelFor (the rank's own thread); the function it
-// passes runs on all of them.
+// Thread-compatible: one thread at a time calls ParallelFor (the rank's own thread); the function
+// it passes runs on all of them.
 class ThreadPool {
  public:
   // num_threads counts the caller; 1 means no extra thread. Must be at least 1.

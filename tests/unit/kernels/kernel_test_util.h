@@ -77,7 +77,11 @@ struct Activations {
     QuantizeRows(f32.data(), rows, cols, cols, q.data(), scale.data(), pool);
   }
   ActivationView view() const {
-    return {num_rows, cols, f32.data(), cols, q.empty() ? nullptr : q.data(),
+    return {num_rows,
+            cols,
+            f32.data(),
+            cols,
+            q.empty() ? nullptr : q.data(),
             scale.empty() ? nullptr : scale.data()};
   }
 

@@ -87,10 +87,10 @@ TEST(MathTest, EveryInstructionSetHasTheSameBits) {
       if (x != x) return;  // what a NaN carries may differ; that it stays NaN is tested above
       row.push_back(x);
       differ += std::bit_cast<uint32_t>(table->exp(x)) != std::bit_cast<uint32_t>(plain.exp(x));
-      differ += std::bit_cast<uint32_t>(table->sigmoid(x)) !=
-                std::bit_cast<uint32_t>(plain.sigmoid(x));
-      differ += std::bit_cast<uint32_t>(table->softplus(x)) !=
-                std::bit_cast<uint32_t>(plain.softplus(x));
+      differ +=
+          std::bit_cast<uint32_t>(table->sigmoid(x)) != std::bit_cast<uint32_t>(plain.sigmoid(x));
+      differ +=
+          std::bit_cast<uint32_t>(table->softplus(x)) != std::bit_cast<uint32_t>(plain.softplus(x));
       if (x >= 0.0f) {
         differ += std::bit_cast<uint32_t>(table->log(x)) != std::bit_cast<uint32_t>(plain.log(x));
       }

@@ -1,6 +1,6 @@
-// Goal: a product's bits depend on its weight row and its input row alone. Method: odd sizes for every
-// type; the kernels of every instruction set, any number of rows and threads against the plain
-// reference, bit by bit; the reference against double-precision sums within a reasoned bound.
+// Goal: a product's bits depend on its weight row and its input row alone. Method: odd sizes for
+// every type; the kernels of every instruction set, any number of rows and threads against the
+// plain reference, bit by bit; the reference against double-precision sums within a reasoned bound.
 #include "engine/kernels/matmul.h"
 
 #include <gtest/gtest.h>
@@ -97,8 +97,9 @@ TEST(MatMulTest, ARowDoesNotSeeItsNeighboursOrTheThreads) {
   }
 }
 
-// Each partial sum rounds once per term: an error of at most (cols/32 + 5) * 2^-24 of the sum of the
-// products' sizes; Q8_0 (after exact integer sums) has cols/64 terms and one more rounding each.
+// Each partial sum rounds once per term: an error of at most (cols/32 + 5) * 2^-24 of the sum of
+// the products' sizes; Q8_0 (after exact integer sums) has cols/64 terms and one more rounding
+// each.
 TEST(MatMulTest, StaysNearTheExactSum) {
   Random random(4);
   for (const DType dtype : kTypes) {
@@ -113,9 +114,8 @@ TEST(MatMulTest, StaysNearTheExactSum) {
         double sum = 0.0, size = 0.0;
         for (int64_t k = 0; k < cols; ++k) {
           const size_t i = static_cast<size_t>(t * cols + k);
-          const double input = dtype == DType::kQ8_0
-                                   ? static_cast<double>(x.q[i]) * x.scale[i / 32]
-                                   : x.f32[i];
+          const double input =
+              dtype == DType::kQ8_0 ? static_cast<double>(x.q[i]) * x.scale[i / 32] : x.f32[i];
           sum += row[static_cast<size_t>(k)] * input;
           size += std::abs(row[static_cast<size_t>(k)] * input);
         }
@@ -125,7 +125,8 @@ TEST(MatMulTest, StaysNearTheExactSum) {
   }
 }
 
-// Experts' down projections: several jobs add to the same y. The order is the list's on every thread.
+// Experts' down projections: several jobs add to the same y. The order is the list's on every
+// thread.
 TEST(MatMulTest, JobsThatShareTheirOutputAddInListOrder) {
   Random random(5);
   const int64_t rows = 203, cols = 256;
@@ -187,7 +188,8 @@ TEST(MatMulDeathTest, RefusesShapesThatDisagree) {
                "need quantised input");
 }
 
-// The environment variable picks a lesser set; one this CPU has not is an error, not another choice.
+// The environment variable picks a lesser set; one this CPU has not is an error, not another
+// choice.
 TEST(KernelIsaDeathTest, EnvironmentChooses) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   for (const KernelTable* table : AvailableKernels()) {
