@@ -100,78 +100,33 @@ inline __m512i MinusOffset(__m512i q) {
 }
 inline __m512i Shifted(__m512i w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
 
-// Lanes 0..7 take value 2p, lanes 8..15 value 2p+1: the scales of a pair of blocks.
-inline __m512i PairIndex(int p) {
-  const __m512i half = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
-  return _mm512_add_epi32(half, _mm512_set1_epi32(2 * p));
-}
-
-// One weight row: 16 block scales are multiplied at once, so the stream of weights sets the speed.
-template <int XT>
-inline void Q8Row(const uint8_t* w, const int8_t* const (&q)[XT], const float* const (&scale)[XT],
-                  int64_t cols, __m512 (&acc)[XT]) {
-  const int64_t blocks = cols / 32;
-  for (int64_t b0 = 0; b0 < blocks; b0 += 16) {
-    const int64_t n = blocks - b0 < 16 ? blocks - b0 : 16;
-    const __mmask16 some = First(n);
-    const __m512 dw = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, w + cols + 2 * b0));
-    __m512 d[XT];
-    DS4_UNROLL
-    for (int j = 0; j < XT; ++j) {
-      d[j] = _mm512_mul_ps(dw, _mm512_maskz_loadu_ps(some, scale[j] + b0));
-    }
-    for (int p = 0; 2 * p < n; ++p) {
-      const int64_t k = 32 * (b0 + 2 * p);
-      // A last block without a partner: its upper lanes read nothing and keep their sums.
-      const bool whole = 2 * p + 1 < n;
-      const __mmask64 bytes = whole ? ~__mmask64{0} : __mmask64{0xffffffffu};
-      const __mmask16 lanes = whole ? 0xffff : 0x00ff;
-      const __m512i wv = Shifted(_mm512_maskz_loadu_epi8(bytes, w + k));
-      const __m512i index = PairIndex(p);
-      DS4_UNROLL
-      for (int j = 0; j < XT; ++j) {
-        const __m512i x = _mm512_maskz_loadu_epi8(bytes, q[j] + k);
-        const __m512 sums = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(MinusOffset(x), wv, x));
-        acc[j] = _mm512_mask3_fmadd_ps(_mm512_permutexvar_ps(index, d[j]), sums, acc[j], lanes);
-      }
-    }
-  }
-}
-
-// Two scales, each over eight lanes.
-inline __m512 SpreadPair(__m128 two) {
-  return _mm512_permutexvar_ps(PairIndex(0), _mm512_castps128_ps512(two));
-}
-
-// A pair of blocks for all pairs of rows.
+// Two blocks (64 columns from k on) for all pairs of rows. Lanes 0..7 of `index` name the first block's
+// scale within `products`, lanes 8..15 the second's. A last block without a partner (whole = false)
+// reads no further, and the upper lanes keep their sums.
 template <int WT, int XT>
-inline void Q8Pair(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT],
-                   const float* const (&scale)[XT], int64_t cols, int64_t b, bool whole,
+inline void Q8Pair(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT], int64_t k,
+                   bool whole, __m512i index, const __m512 (&products)[WT][XT],
                    __m512 (&acc)[WT][XT]) {
   const __mmask64 bytes = whole ? ~__mmask64{0} : __mmask64{0xffffffffu};
   const __mmask16 lanes = whole ? 0xffff : 0x00ff;
-  const __mmask8 scales = whole ? 3 : 1;
   __m512i wv[WT];
-  __m512 dw[WT];
   DS4_UNROLL
-  for (int i = 0; i < WT; ++i) {
-    wv[i] = Shifted(_mm512_maskz_loadu_epi8(bytes, w[i] + 32 * b));
-    dw[i] = SpreadPair(_mm_cvtph_ps(_mm_maskz_loadu_epi16(scales, w[i] + cols + 2 * b)));
-  }
+  for (int i = 0; i < WT; ++i) wv[i] = Shifted(_mm512_maskz_loadu_epi8(bytes, w[i] + k));
   DS4_UNROLL
   for (int j = 0; j < XT; ++j) {
-    const __m512i x = _mm512_maskz_loadu_epi8(bytes, q[j] + 32 * b);
+    const __m512i x = _mm512_maskz_loadu_epi8(bytes, q[j] + k);
     const __m512i start = MinusOffset(x);
-    const __m512 dx = SpreadPair(_mm_maskz_loadu_ps(scales, scale[j] + b));
     DS4_UNROLL
     for (int i = 0; i < WT; ++i) {
       const __m512 sums = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(start, wv[i], x));
-      acc[i][j] = _mm512_mask3_fmadd_ps(_mm512_mul_ps(dw[i], dx), sums, acc[i][j], lanes);
+      const __m512 scales = _mm512_permutexvar_ps(index, products[i][j]);
+      acc[i][j] = _mm512_mask3_fmadd_ps(scales, sums, acc[i][j], lanes);
     }
   }
 }
 
-// See simd_generic.h.
+// See simd_generic.h. Scales are multiplied for 16 blocks at once, so that a pair of blocks costs one
+// permutation for them and the stream of weights sets the speed of a single row.
 template <int WT, int XT>
 inline void Q8Tile(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT],
                    const float* const (&scale)[XT], int64_t cols, float (&sums)[WT][XT]) {
@@ -181,13 +136,26 @@ inline void Q8Tile(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT],
     DS4_UNROLL
     for (int j = 0; j < XT; ++j) acc[i][j] = _mm512_setzero_ps();
   }
-  if constexpr (WT == 1) {
-    Q8Row<XT>(w[0], q, scale, cols, acc[0]);
-  } else {
-    const int64_t blocks = cols / 32;
+  const __m512i first = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+  const int64_t blocks = cols / 32;
+  for (int64_t b0 = 0; b0 < blocks; b0 += 16) {
+    const int64_t n = blocks - b0 < 16 ? blocks - b0 : 16;
+    __m512 products[WT][XT];
+    DS4_UNROLL
+    for (int i = 0; i < WT; ++i) {
+      const __m512 dw = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(First(n), w[i] + cols + 2 * b0));
+      DS4_UNROLL
+      for (int j = 0; j < XT; ++j) {
+        products[i][j] = _mm512_mul_ps(dw, _mm512_maskz_loadu_ps(First(n), scale[j] + b0));
+      }
+    }
+    __m512i index = first;
     int64_t b = 0;
-    for (; b + 2 <= blocks; b += 2) Q8Pair<WT, XT>(w, q, scale, cols, b, true, acc);
-    if (b < blocks) Q8Pair<WT, XT>(w, q, scale, cols, b, false, acc);
+    for (; b + 2 <= n; b += 2) {
+      Q8Pair<WT, XT>(w, q, 32 * (b0 + b), true, index, products, acc);
+      index = _mm512_add_epi32(index, _mm512_set1_epi32(2));
+    }
+    if (b < n) Q8Pair<WT, XT>(w, q, 32 * (b0 + b), false, index, products, acc);
   }
   DS4_UNROLL
   for (int i = 0; i < WT; ++i) {
