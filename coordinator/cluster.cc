@@ -214,7 +214,7 @@ v1::FormGroup Cluster::GroupOf(int rank) const {
   for (int begin : lanes.begin) group.add_lane_begin(begin);
   group.set_plan_digest(options_.plan.Digest());
   group.set_max_context(context_);
-  group.set_max_batch_rows(options_.max_batch_rows);
+  group.set_max_batch_rows(options_.requirements.batch_rows);
   group.set_max_sessions(1);
   group.set_timeout_ms(static_cast<int32_t>(options_.timeout.count()));
   group.set_join_timeout_ms(static_cast<int32_t>(options_.join_timeout.count()));
@@ -359,6 +359,17 @@ Status Cluster::Break(Status why) {
   broken_ = why;
   Leave();
   return why;
+}
+
+Status Cluster::CheckAlive() {
+  if (!formed_) return broken_;
+  const std::string what = "between two answers";
+  const Take take = [](int, const v1::Event&) { return Verdict::kWrong; };
+  while (const std::optional<RankEvent> event = queue_->Pop(Now(), stop_)) {
+    bool progress = false;
+    HandleEvent(*event, what, take, &progress);
+  }
+  return AnyFailed() ? Break(FailureReport(what, milliseconds(0))) : OkStatus();
 }
 
 Result<StepResult> Cluster::RunStep(StepPlan plan, const TokenCallback& on_token) {

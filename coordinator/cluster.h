@@ -5,9 +5,10 @@
 //   any error, lost stream or silence: the group is broken, every call fails at once until Form
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
+#include <string>
 #include <vector>
 
 #include "coordinator/membership.h"
@@ -22,7 +23,6 @@ struct ClusterOptions {
   Requirements requirements;
   ShardPlan plan;                    // its lanes say how many ranks there are
   int64_t preferred_context = 4096;  // when requirements.context is 0
-  int64_t max_batch_rows = 256;
   int64_t vocab_size = 0;            // token ids from rank 0 are checked against it
   std::string transport = "tcp";     // "tcp" or "grpc"
   milliseconds timeout{10000};       // of every wait for progress inside a step
@@ -59,6 +59,9 @@ class Cluster final : public StepRunner {
   // does not fit; kCancelled.
   Status Form();
   bool formed() const { return formed_; }
+  // Looks, without waiting, whether a worker was lost since the last step; if so the group is broken and
+  // this says why.
+  Status CheckAlive();
   // Of the group; valid once Form has succeeded.
   int64_t context() const { return context_; }
   uint64_t epoch() const { return epoch_; }

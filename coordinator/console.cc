@@ -29,11 +29,11 @@ int Console::columns() const {
 }
 
 std::string Console::Paint(const char* code, const std::string& text) const {
-  return colour_ ? StrCat("\x1b[", code, "m", text, "\x1b[0m") : text;
+  return colour_ && !text.empty() ? StrCat("\x1b[", code, "m", text, "\x1b[0m") : text;
 }
 
 void Console::Line(const std::string& text) { Write(text + "\n"); }
-void Console::Note(const std::string& text) { Write(Paint("2", text) + "\n"); }
+void Console::Note(const std::string& text) { Write(Dim(text) + "\n"); }
 void Console::Error(const std::string& text) { Write(Paint("1;31", "error:") + " " + text + "\n"); }
 
 void Console::Write(const std::string& raw) {

@@ -22,6 +22,7 @@ class Console {
   void Note(const std::string& text);    // dim: statistics, what is going on
   void Error(const std::string& text);   // "error: text", red
   void Write(const std::string& raw);    // as it is, no newline added
+  std::string Dim(const std::string& text) const { return Paint("2", text); }
 
  private:
   std::string Paint(const char* code, const std::string& text) const;

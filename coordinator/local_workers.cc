@@ -86,21 +86,12 @@ std::string EndText(pid_t pid, int wait_status) {
   return StrCat("process ", pid, " exited with code ", WEXITSTATUS(wait_status));
 }
 
-// The port in a port file ("4711" or "host:4711", newline at the end), or nothing when it is not
-// complete yet.
+// The control port in a port file ("4711 4712\n": control and data), or nothing when it is not there.
 std::optional<int> ReadPort(const std::string& path) {
   std::ifstream file(path);
-  std::stringstream text;
-  text << file.rdbuf();
-  std::string line = text.str();
-  if (line.empty() || line.back() != '\n') return std::nullopt;
-  line.pop_back();
-  line = line.substr(line.rfind(':') + 1);
-  if (line.empty() || line.size() > 5 || line.find_first_not_of("0123456789") != std::string::npos) {
-    return std::nullopt;
-  }
-  const int port = std::stoi(line);
-  return port >= 1 && port <= 65535 ? std::make_optional(port) : std::nullopt;
+  int port = 0;
+  if (!(file >> port) || port < 1 || port > 65535) return std::nullopt;
+  return port;
 }
 
 }  // namespace

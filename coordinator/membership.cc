@@ -55,6 +55,12 @@ Status CheckMember(int rank, const Member& member, const Requirements& requireme
                                        " tokens, --ctx asks for ", requirements.context,
                                        "; lower --ctx or start the worker with a larger one"));
   }
+  if (requirements.batch_rows > hello.max_batch_rows()) {
+    return InvalidArgumentError(StrCat(who, ": runs at most ", hello.max_batch_rows(),
+                                       " rows in one step, --chunk asks for ",
+                                       requirements.batch_rows,
+                                       "; lower --chunk or start the worker with more --max-rows"));
+  }
   return OkStatus();
 }
 

@@ -22,13 +22,14 @@ struct Requirements {
   std::string model_path;     // ours, for messages
   std::string model_digest;   // engine/gguf/fingerprint.h
   int64_t context = 0;        // tokens asked for; 0: whatever the members allow
+  int64_t batch_rows = 0;     // rows of one step
 };
 
 // "rank 1 (10.0.0.3:9911)".
 std::string RankName(int rank, const std::string& address);
 
 // kFailedPrecondition with both values: another protocol version or other model bytes;
-// kInvalidArgument: a context over the worker's limit, or a hello with impossible values.
+// kInvalidArgument: a context or a chunk over the worker's limit, or a hello with impossible values.
 Status CheckMember(int rank, const Member& member, const Requirements& requirements);
 // kResourceExhausted: the rank's slices do not fit in the memory that the worker has free.
 Status CheckMemory(int rank, const Member& member, const RankPlan& plan);

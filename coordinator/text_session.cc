@@ -58,7 +58,9 @@ StepPlan TextSession::PlanFor(std::vector<int32_t> tokens) const {
 Status TextSession::Step(StepPlan plan, const GenerateCallbacks& callbacks, Answer* answer) {
   const StepPlan sent = plan;
   Result<StepResult> result = runner_->RunStep(
-      std::move(plan), [&](const TokenOutput& token) { callbacks.on_token(token.token); });
+      std::move(plan), [&](const TokenOutput& token) {
+        if (!token.is_stop) callbacks.on_token(token.token);
+      });
   if (result.ok()) {
     if (Status status = CheckTokens(sent, result->tokens); !status.ok()) result = status;
   }

@@ -36,6 +36,7 @@ struct Answer {
 };
 
 struct GenerateCallbacks {
+  // As soon as it is drawn; not for the stop token.
   std::function<void(int32_t token)> on_token = [](int32_t) {};
   std::function<void(int64_t done, int64_t total)> on_prefill = [](int64_t, int64_t) {};
   // Asked between steps.

@@ -1,0 +1,153 @@
+// ds4-coordinator, in the order in which it happens. Exit codes: 0 fine, 2 bad usage, 128 + signal when
+// a signal ended it, 1 anything else.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <thread>
+
+#include "coordinator/cluster.h"
+#include "coordinator/console.h"
+#include "coordinator/form_progress.h"
+#include "coordinator/grpc_rank_client.h"
+#include "coordinator/interrupt.h"
+#include "coordinator/local_workers.h"
+#include "coordinator/model.h"
+#include "coordinator/options.h"
+#include "coordinator/tasks.h"
+#include "engine/base/strings.h"
+#include "engine/gguf/fingerprint.h"
+
+namespace ds4 {
+namespace {
+
+constexpr int64_t kPreferredContext = 4096;
+constexpr int64_t kPerplexityContext = 1024;
+
+// The most that the context can be: what --ctx says, or the default before the workers' limits.
+Result<int64_t> LargestContext(const Options& options, const ModelConfig& config) {
+  if (options.context > config.context_length) {
+    return InvalidArgumentError(StrCat("--ctx ", options.context, " is more than the model's ",
+                                       config.context_length));
+  }
+  if (options.context > 0) return options.context;
+  const int64_t preferred =
+      options.perplexity_file.empty() ? kPreferredContext : kPerplexityContext;
+  return std::min(preferred, config.context_length);
+}
+
+Result<std::unique_ptr<WorkerSource>> MakeSource(const Options& options, int64_t context) {
+  if (options.local == 0) return std::unique_ptr<WorkerSource>(new FixedWorkers(options.workers));
+  LocalWorkerOptions local;
+  ASSIGN_OR_RETURN(local.binary, FindWorkerBinary(options.worker_binary, options.program));
+  local.model_path = options.model_path;
+  local.count = options.local;
+  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  local.threads = std::max(1, cores / options.local);
+  local.context = context;
+  local.verbose = options.verbose;
+  return std::unique_ptr<WorkerSource>(new LocalWorkers(std::move(local)));
+}
+
+Result<ClusterOptions> MakeClusterOptions(const Options& options, const Model& model,
+                                          ShardPlan plan, int64_t context) {
+  ClusterOptions cluster;
+  cluster.requirements.model_path = options.model_path;
+  ASSIGN_OR_RETURN(cluster.requirements.model_digest, ModelDigest(*model.file));
+  // Windows of a measurement do not shrink to what a worker happens to allow.
+  const bool exact = options.context > 0 || !options.perplexity_file.empty();
+  cluster.requirements.context = exact ? context : 0;
+  cluster.preferred_context = context;
+  cluster.plan = std::move(plan);
+  cluster.requirements.batch_rows = options.chunk;
+  cluster.vocab_size = model.config.vocab_size;
+  cluster.transport = options.transport == "auto" ? "tcp" : options.transport;
+  cluster.timeout = options.timeout;
+  cluster.join_timeout = options.join_timeout;
+  return cluster;
+}
+
+// Rises from one coordinator to the next, so that a connection of an earlier group is never taken for
+// one of ours.
+uint64_t FirstEpoch() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::seconds>(now).count());
+}
+
+// What can be refused before a worker is asked or started.
+Status CheckFits(const Options& options, int64_t prompt_tokens, int64_t context) {
+  const int64_t answer = options.max_tokens_given ? options.max_tokens : 1;
+  if (prompt_tokens + answer <= context) return OkStatus();
+  return InvalidArgumentError(StrCat("the prompt has ", prompt_tokens, " tokens and the answer ",
+                                     "needs room for ", answer, ", together ",
+                                     prompt_tokens + answer, "; the context holds ", context,
+                                     "; raise --ctx, lower --max-tokens or shorten the prompt"));
+}
+
+Status DryRun(const Options& options, const Model& model) {
+  ASSIGN_OR_RETURN(const ShardPlan plan, PlanShards(model, options.num_ranks()));
+  const std::string text = plan.ToString(/*details=*/true);
+  if (std::fwrite(text.data(), 1, text.size(), stdout) != text.size() || std::fflush(stdout) != 0) {
+    return UnavailableError("stdout takes no more text");
+  }
+  return OkStatus();
+}
+
+Status Run(const Options& options, Console& console) {
+  ASSIGN_OR_RETURN(const Model model, OpenModel(options.model_path));
+  if (options.dry_run) return DryRun(options, model);
+  ASSIGN_OR_RETURN(const int64_t context, LargestContext(options, model.config));
+  ASSIGN_OR_RETURN(ShardPlan plan, PlanShards(model, options.num_ranks()));
+  ASSIGN_OR_RETURN(const std::unique_ptr<Tokenizer> tokenizer, OpenTokenizer(model));
+
+  // The text, so that what cannot be answered is refused before anything starts.
+  const bool measure = !options.perplexity_file.empty();
+  std::vector<int32_t> tokens;
+  if (measure) {
+    ASSIGN_OR_RETURN(tokens, FileTokens(options, *tokenizer));
+  } else if (!options.interactive()) {
+    ASSIGN_OR_RETURN(tokens, PromptTokens(options, *tokenizer));
+    RETURN_IF_ERROR(CheckFits(options, std::ssize(tokens), context));
+  }
+
+  // The group.
+  const std::string table = plan.ToString(/*details=*/false);
+  ASSIGN_OR_RETURN(ClusterOptions cluster_options,
+                   MakeClusterOptions(options, model, std::move(plan), context));
+  ASSIGN_OR_RETURN(const std::unique_ptr<WorkerSource> source, MakeSource(options, context));
+  FormProgress progress(&console, options.verbose);
+  Cluster cluster(std::move(cluster_options), source.get(), MakeGrpcRankClient, &progress,
+                  FirstEpoch());
+  cluster.set_stop([] { return PendingSignal() != 0; });
+  RETURN_IF_ERROR(cluster.Form());
+  console.Write(table);
+
+  // The work.
+  const Parts parts{options, model, *tokenizer, cluster, console};
+  if (measure) return MeasureFile(parts, tokens);
+  return options.interactive() ? Chat(parts) : AnswerPrompt(parts, tokens);
+}
+
+int Main(int argc, char** argv) {
+  const ParsedOptions parsed = ParseOptions(argc, argv);
+  if (!parsed.run) {
+    std::fputs(parsed.text.c_str(), parsed.exit_code == 0 ? stdout : stderr);
+    return parsed.exit_code;
+  }
+  InstallSignalHandlers();
+  Console console(STDERR_FILENO);
+  const Status status = Run(parsed.options, console);
+  if (status.ok()) return 0;
+  if (PendingSignal() != 0) {
+    console.Note("interrupted");
+    return 128 + PendingSignal();
+  }
+  console.Error(status.message());
+  return 1;
+}
+
+}  // namespace
+}  // namespace ds4
+
+int main(int argc, char** argv) { return ds4::Main(argc, argv); }
