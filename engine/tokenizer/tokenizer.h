@@ -105,7 +105,4 @@ class StreamDecoder {
   std::string pending_;  // an incomplete character, at most 3 bytes
 };
 
-// `text` with every byte that is not part of well-formed UTF-8 replaced by U+FFFD.
-std::string ReplaceInvalidUtf8(std::string_view text);
-
 }  // namespace ds4

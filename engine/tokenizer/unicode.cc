@@ -90,6 +90,18 @@ size_t IncompleteUtf8Suffix(std::string_view text) {
   return 0;
 }
 
+std::string ReplaceInvalidUtf8(std::string_view text) {
+  constexpr std::string_view kReplacement = "\xEF\xBF\xBD";
+  std::string out;
+  out.reserve(text.size());
+  for (size_t pos = 0; pos < text.size();) {
+    const Utf8Char c = DecodeUtf8(text, pos);
+    out += c.code_point < 0 ? kReplacement : text.substr(pos, c.size);
+    pos += c.size;
+  }
+  return out;
+}
+
 CharClass ClassOf(int32_t code_point) {
   static const ClassTable table;
   if (code_point < 0 || code_point >= kNumCodePoints) return CharClass::kOther;

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 
 namespace ds4 {
@@ -25,6 +26,9 @@ Utf8Char DecodeUtf8(std::string_view text, size_t pos);
 // How many bytes at the end of `text` begin a character that is cut off (0 to 3): more bytes may still
 // make them well-formed.
 size_t IncompleteUtf8Suffix(std::string_view text);
+
+// `text` with every byte that is not part of well-formed UTF-8 replaced by U+FFFD.
+std::string ReplaceInvalidUtf8(std::string_view text);
 
 // Class of a code point; -1 and everything above U+10FFFF is kOther.
 CharClass ClassOf(int32_t code_point);
