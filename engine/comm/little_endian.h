@@ -1,4 +1,4 @@
-// Numbers in the byte order of the wire; internal to engine/comm.
+// Numbers in the byte order of the wire; for transports.
 #pragma once
 
 #include <cstddef>

@@ -158,7 +158,7 @@ void Join::Loop() {
   while (IsWaiting()) {
     const Clock::time_point now = Clock::now();
     if (group_.stop.stop_requested()) {
-      fatal_ = AbortedError("the join was called off");
+      fatal_ = CancelledError("the join was called off");
     } else if (now >= group_.join_deadline) {
       return;
     } else {
@@ -182,8 +182,9 @@ Status Join::MissingError() const {
     if (peer == group_.rank || sockets_[peer].is_open()) continue;
     missing.push_back(StrCat(TcpPeerName(group_, peer), ": ", why_missing_[peer]));
   }
-  return UnavailableError(StrCat(Me(), ": ", missing.size(), " of ", world_size_ - 1,
-                                 " peers missing at the join deadline: ", StrJoin(missing, "; ")));
+  return DeadlineExceededError(StrCat(Me(), ": ", missing.size(), " of ",
+                                      world_size_ - 1, " peers missing at the join deadline: ",
+                                      StrJoin(missing, "; ")));
 }
 
 // A second connection replaces the first: its rank has given the first one up.

@@ -48,11 +48,11 @@ struct TcpGroup {
   // How long a rank asks its sockets again and again before it sleeps: about 50 when each rank has a
   // core of its own (saves two wake-ups per exchange), 0 when ranks on this host outnumber cores.
   int spin_us = 50;
-  std::stop_token stop;  // ends the join early (kAborted)
+  std::stop_token stop;  // ends the join early (kCancelled)
 };
 
 // Connects with all peers of the group. A stray, silent or stale connection is refused and takes no
-// slot. Errors: kUnavailable listing every missing rank, its address and why; kFailedPrecondition when a
+// slot. Errors: kDeadlineExceeded listing every missing rank, its address and why; kFailedPrecondition when a
 // peer is at a later epoch; kInvalidArgument for a group that makes no sense.
 Result<std::unique_ptr<Transport>> ConnectTcpTransport(TcpListener& listener, const TcpGroup& group);
 

@@ -71,7 +71,7 @@ TEST(TcpJoinTest, EveryMissingRankIsListedWithItsAddressAndWhy) {
   listeners.listeners[0].reset();  // nobody listens there; rank 2 listens, but does not join; 3 is silent
   std::jthread other([&] { (void)Join(listeners, 2, 1, milliseconds(300)); });
   const Status status = Join(listeners, 1, 1, milliseconds(300));
-  EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+  EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded);
   EXPECT_THAT(status.message(), HasSubstr("rank 1/4 epoch 1: 2 of 3 peers missing"));
   EXPECT_THAT(status.message(), HasSubstr(StrCat("rank 0 (127.0.0.1:", closed_port,
                                                  "): Connection refused")));
@@ -82,7 +82,7 @@ TEST(TcpJoinTest, EveryMissingRankIsListedWithItsAddressAndWhy) {
 TEST(TcpJoinTest, APeerThatListensButDoesNotJoinIsSaidToNotAnswer) {
   TcpListeners listeners(2);
   const Status status = Join(listeners, 1, 1, milliseconds(200));
-  EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+  EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded);
   EXPECT_THAT(status.message(), HasSubstr("does not answer"));
 }
 
@@ -113,7 +113,7 @@ TEST(TcpJoinTest, AStaleEpochIsRefusedAtOnceAndTakesNoSlot) {
 TEST(TcpJoinTest, ARankThatIsAheadWaitsForOneThatIsStillInTheOldGroup) {
   TcpListeners listeners(2);
   std::jthread late([&] {
-    EXPECT_EQ(Join(listeners, 0, 3, milliseconds(200)).code(), StatusCode::kUnavailable);
+    EXPECT_EQ(Join(listeners, 0, 3, milliseconds(200)).code(), StatusCode::kDeadlineExceeded);
     EXPECT_TRUE(Join(listeners, 0, 4, milliseconds(5000)).ok());
   });
   EXPECT_TRUE(Join(listeners, 1, 4, milliseconds(5000)).ok());
@@ -137,7 +137,7 @@ TEST(TcpJoinTest, AJoinCanBeCalledOff) {
   });
   const auto start = std::chrono::steady_clock::now();
   const Status status = ConnectTcpTransport(*listeners.listeners[0], group).status();
-  EXPECT_EQ(status.code(), StatusCode::kAborted);
+  EXPECT_EQ(status.code(), StatusCode::kCancelled);
   EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(1000));
 }
 
