@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 
 #include "engine/base/strings.h"
@@ -57,5 +58,13 @@ MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
 }
 
 MappedFile::~MappedFile() { Unmap(bytes_); }
+
+void Prefetch(std::span<const std::byte> mapped) {
+  if (mapped.empty()) return;
+  static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto start = reinterpret_cast<uintptr_t>(mapped.data());
+  const uintptr_t first_page = start / page * page;
+  madvise(reinterpret_cast<void*>(first_page), mapped.size() + (start - first_page), MADV_WILLNEED);
+}
 
 }  // namespace ds4

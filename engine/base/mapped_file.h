@@ -35,4 +35,8 @@ class MappedFile {
   std::span<const std::byte> bytes_;
 };
 
+// Starts reading a part of a mapping into memory and returns at once; a hint, so it cannot fail.
+// Without it a first touch anywhere reads as much as the device's read-ahead says, often megabytes.
+void Prefetch(std::span<const std::byte> mapped);
+
 }  // namespace ds4

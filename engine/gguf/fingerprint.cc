@@ -8,6 +8,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
+#include "engine/base/mapped_file.h"
 #include "engine/base/strings.h"
 
 namespace ds4 {
@@ -45,12 +46,17 @@ class Hasher {
   std::unique_ptr<XXH3_state_t, FreeState> state_;
 };
 
+void AddWindow(std::span<const std::byte> window, Hasher* hasher) {
+  Prefetch(window);
+  hasher->Add(window);
+}
+
 // Windows at 0, 16 MiB, 32 MiB, ... and the last one, which ends with the tensor.
 void AddSamples(std::span<const std::byte> bytes, Hasher* hasher) {
   for (size_t at = 0; at < bytes.size(); at += kStrideBytes) {
-    hasher->Add(bytes.subspan(at, std::min(kWindowBytes, bytes.size() - at)));
+    AddWindow(bytes.subspan(at, std::min(kWindowBytes, bytes.size() - at)), hasher);
   }
-  if (bytes.size() > kWindowBytes) hasher->Add(bytes.last(kWindowBytes));
+  if (bytes.size() > kWindowBytes) AddWindow(bytes.last(kWindowBytes), hasher);
 }
 
 }  // namespace
