@@ -100,9 +100,9 @@ inline __m512i MinusOffset(__m512i q) {
 }
 inline __m512i Shifted(__m512i w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
 
-// Two blocks (64 columns from k on) for all pairs of rows. Lanes 0..7 of `index` name the first block's
-// scale within `products`, lanes 8..15 the second's. A last block without a partner (whole = false)
-// reads no further, and the upper lanes keep their sums.
+// Two blocks (64 columns from k on) for all pairs of rows. Lanes 0..7 of `index` name the first
+// block's scale within `products`, lanes 8..15 the second's. A last block without a partner (whole
+// = false) reads no further, and the upper lanes keep their sums.
 template <int WT, int XT>
 inline void Q8Pair(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT], int64_t k,
                    bool whole, __m512i index, const __m512 (&products)[WT][XT],
@@ -111,7 +111,10 @@ inline void Q8Pair(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT], 
   const __mmask16 lanes = whole ? 0xffff : 0x00ff;
   __m512i wv[WT];
   DS4_UNROLL
-  for (int i = 0; i < WT; ++i) wv[i] = Shifted(_mm512_maskz_loadu_epi8(bytes, w[i] + k));
+  for (int i = 0; i < WT; ++i) {
+    wv[i] = Shifted(_mm512_maskz_loadu_epi8(bytes, w[i] + k));
+    if constexpr (WT > 1) Prefetch(w[i] + k + WT * (w[1] - w[0]));
+  }
   DS4_UNROLL
   for (int j = 0; j < XT; ++j) {
     const __m512i x = _mm512_maskz_loadu_epi8(bytes, q[j] + k);
@@ -125,8 +128,8 @@ inline void Q8Pair(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT], 
   }
 }
 
-// See simd_generic.h. Scales are multiplied for 16 blocks at once, so that a pair of blocks costs one
-// permutation for them and the stream of weights sets the speed of a single row.
+// See simd_generic.h. Scales are multiplied for 16 blocks at once, so that a pair of blocks costs
+// one permutation for them and the stream of weights sets the speed of a single row.
 template <int WT, int XT>
 inline void Q8Tile(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT],
                    const float* const (&scale)[XT], int64_t cols, float (&sums)[WT][XT]) {

@@ -41,14 +41,15 @@ Matrix FilledMatrix(DType dtype, int64_t rows, int64_t cols) {
 struct Inputs {
   Inputs(int64_t num_rows, int64_t cols)
       : f32(Floats(num_rows * cols, 2)),
-        q(static_cast<size_t>(num_rows * cols)),
+        q_memory(static_cast<size_t>(num_rows * cols + 64)),
         scale(static_cast<size_t>(num_rows * cols / 32)) {
+    int8_t* q = q_memory.data() + 64 - reinterpret_cast<uintptr_t>(q_memory.data()) % 64;
     ThreadPool pool(1);
-    QuantizeRows(f32.data(), num_rows, cols, cols, q.data(), scale.data(), pool);
-    view = {num_rows, cols, f32.data(), cols, q.data(), scale.data()};
+    QuantizeRows(f32.data(), num_rows, cols, cols, q, scale.data(), pool);
+    view = {num_rows, cols, f32.data(), cols, q, scale.data()};
   }
   std::vector<float> f32;
-  std::vector<int8_t> q;
+  std::vector<int8_t> q_memory;  // used from a 64-byte boundary on
   std::vector<float> scale;
   ActivationView view;
 };
@@ -80,7 +81,10 @@ void MatMulArgs(benchmark::internal::Benchmark* b) {
     b->Args({f16, 32768, 4096, 1, threads});  // 268 MB
     b->Args({q8, 4096, 4096, 1, threads});    // 18 MB: from the L3 cache
     b->Args({q8, 512, 512, 1, threads});      // a small model's matrix
-    for (const int64_t num_x : {2, 4, 5, 8, 16}) b->Args({q8, 16384, 4096, num_x, threads});
+    for (const int64_t num_x : {2, 4, 5, 8, 16}) {
+      b->Args({q8, 16384, 4096, num_x, threads});
+      b->Args({f16, 16384, 4096, num_x, threads});
+    }
     b->Args({q8, 4096, 4096, 512, threads});
     b->Args({q8, 1024, 512, 512, threads});
     b->Args({f16, 4096, 4096, 512, threads});
