@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "engine/kernels/isa.h"
 #include "engine/kernels/math.h"
 
 namespace ds4 {
@@ -13,19 +14,36 @@ bool Better(const TopToken& a, const TopToken& b) {
   return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
+// Sum of e^((logit - max) / temperature) in rising order. The exponentials are taken many at a time and
+// have the bits of Exp, which WalkLane uses.
+double SumExp(std::span<const float> logits, float max, float temperature) {
+  constexpr size_t kChunk = 1024;
+  float values[kChunk];
+  double sum = 0.0;
+  for (size_t begin = 0; begin < logits.size(); begin += kChunk) {
+    const size_t size = std::min(kChunk, logits.size() - begin);
+    for (size_t i = 0; i < size; ++i) values[i] = (logits[begin + i] - max) / temperature;
+    ActiveKernels().exp_row(values, static_cast<int64_t>(size));
+    for (size_t i = 0; i < size; ++i) sum += values[i];
+  }
+  return sum;
+}
+
 LaneStats StatsOf(std::span<const float> logits, float temperature) {
   LaneStats stats;
   stats.max_logit = -std::numeric_limits<float>::infinity();
-  for (float logit : logits) {
+  for (const float logit : logits) {
     if (!std::isfinite(logit)) {
       stats.max_logit = std::numeric_limits<float>::quiet_NaN();
       return stats;
     }
     stats.max_logit = std::max(stats.max_logit, logit);
   }
-  for (float logit : logits) stats.sum_exp += Exp(logit - stats.max_logit);
-  if (temperature > 0.0f) {
-    for (float logit : logits) stats.sum_exp_temp += Exp((logit - stats.max_logit) / temperature);
+  stats.sum_exp = SumExp(logits, stats.max_logit, 1.0f);
+  if (temperature == 1.0f) {
+    stats.sum_exp_temp = stats.sum_exp;
+  } else if (temperature > 0.0f) {
+    stats.sum_exp_temp = SumExp(logits, stats.max_logit, temperature);
   }
   return stats;
 }

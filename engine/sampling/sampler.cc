@@ -2,10 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "engine/base/strings.h"
-#include "engine/kernels/math.h"
+#include "engine/sampling/logits_filter.h"
 #include "engine/sampling/random.h"
 
 namespace ds4 {
@@ -14,28 +13,18 @@ namespace {
 constexpr int32_t kFirstCandidates = 256;
 constexpr int32_t kGrowth = 8;
 
-bool Unfiltered(const SamplingParams& p) {
-  return p.top_k == 0 && p.top_p >= 1.0f && p.min_p <= 0.0f;
-}
-
-// Mass of every lane relative to the best logit of all.
-double LaneMass(const LaneStats& lane, float max_logit, float temperature) {
-  return lane.sum_exp_temp * Exp((lane.max_logit - max_logit) / temperature);
-}
-
 Decision DrawFromLanes(const SamplingParams& params, const Candidates& merged, double draw) {
   const float max_logit = merged.top.front().logit;
   double total = 0.0;
   for (const LaneStats& lane : merged.lanes) {
-    if (lane.sum_exp_temp > 0.0) total += LaneMass(lane, max_logit, params.temperature);
+    total += LaneMassOf(lane, max_logit, params.temperature);
   }
   Decision decision;
   decision.kind = Decision::Kind::kWalkLane;
   double target = draw * total;
   for (size_t i = 0; i < merged.lanes.size(); ++i) {
     const LaneStats& lane = merged.lanes[i];
-    if (lane.sum_exp_temp <= 0.0) continue;
-    const double mass = LaneMass(lane, max_logit, params.temperature);
+    const double mass = LaneMassOf(lane, max_logit, params.temperature);
     if (mass <= 0.0) continue;
     decision.lane = static_cast<int32_t>(i);
     decision.residual = target / mass * lane.sum_exp_temp;
@@ -66,7 +55,7 @@ Status ValidateSampling(const SamplingParams& p) {
 }
 
 int32_t FirstCandidateCount(const SamplingParams& params, int64_t vocab_size) {
-  if (params.temperature <= 0.0f || Unfiltered(params)) return 1;
+  if (params.temperature <= 0.0f || IsUnfiltered(params)) return 1;
   const int64_t wanted = params.top_k > 0 ? params.top_k : kFirstCandidates;
   return static_cast<int32_t>(std::min(wanted, vocab_size));
 }
@@ -84,47 +73,20 @@ Result<Decision> Decide(const SamplingParams& params, int64_t pos, const Candida
   decision.token = merged.top.front().id;
   if (params.temperature <= 0.0f) return decision;
   const double draw = Uniform(params.seed, pos, 0);
-  if (Unfiltered(params)) return DrawFromLanes(params, merged, draw);
+  if (IsUnfiltered(params)) return DrawFromLanes(params, merged, draw);
 
-  const int64_t limit = params.top_k > 0 ? std::min<int64_t>(params.top_k, vocab_size) : vocab_size;
-  const int64_t have = std::min<int64_t>(limit, static_cast<int64_t>(merged.top.size()));
-  const float max_logit = merged.top.front().logit;
-  const auto mass = [&](int64_t i) -> double {
-    return Exp((merged.top[i].logit - max_logit) / params.temperature);
-  };
-  const auto need_more = [&](int64_t count) {
+  const KeptSet kept = FilterCandidates(params, merged, vocab_size);
+  if (!kept.is_closed) {
+    const int64_t limit = MaxKept(params, vocab_size);
+    const int64_t more = static_cast<int64_t>(merged.top.size()) * kGrowth;
     decision.kind = Decision::Kind::kNeedMore;
-    decision.count = static_cast<int32_t>(std::min(count, limit));
+    decision.count = static_cast<int32_t>(params.top_k > 0 ? limit : std::min(more, limit));
     return decision;
-  };
-  double total = 0.0;
-  if (params.top_k > 0) {
-    if (have < limit) return need_more(limit);
-    for (int64_t i = 0; i < limit; ++i) total += mass(i);
-  } else {
-    for (const LaneStats& lane : merged.lanes) {
-      if (lane.sum_exp_temp > 0.0) total += LaneMass(lane, max_logit, params.temperature);
-    }
   }
-  // Best first: top-p ends after the mass is reached, min-p before the first that is too small.
-  double kept_mass = 0.0;
-  int64_t kept = 0;
-  bool closed = false;
-  for (int64_t i = 0; i < have && !closed; ++i) {
-    if (i > 0 && mass(i) < params.min_p) {
-      closed = true;
-      break;
-    }
-    kept_mass += mass(i);
-    ++kept;
-    closed = kept_mass >= params.top_p * total;
-  }
-  if (!closed && have < limit) return need_more(have * kGrowth);
-
-  double target = draw * kept_mass;
-  for (int64_t i = 0; i < kept; ++i) {
+  double target = draw * kept.kept_mass;
+  for (size_t i = 0; i < kept.masses.size(); ++i) {
     decision.token = merged.top[i].id;
-    target -= mass(i);
+    target -= kept.masses[i];
     if (target < 0.0) break;
   }
   return decision;
@@ -135,7 +97,7 @@ int32_t WalkLane(std::span<const float> logits, int32_t first_id, float temperat
   double sum = 0.0;
   int32_t last = first_id;
   for (size_t i = 0; i < logits.size(); ++i) {
-    const double mass = Exp((logits[i] - max_logit) / temperature);
+    const double mass = MassOf(logits[i], max_logit, temperature);
     if (mass <= 0.0) continue;
     last = first_id + static_cast<int32_t>(i);
     sum += mass;
