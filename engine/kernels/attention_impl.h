@@ -14,11 +14,11 @@ inline void ScoreHeads(const AttendTask& task, int64_t j, int64_t a) {
   for (; a + HT <= task.num_heads; a += HT) {
     const float* q[HT];
     for (int h = 0; h < HT; ++h) q[h] = task.q + (a + h) * task.head_dim;
-    float sums[KT][HT];
+    float sums[HT][KT];
     DotTile<F32Values, KT, HT>(keys, q, task.head_dim, sums);
     for (int h = 0; h < HT; ++h) {
       for (int i = 0; i < KT; ++i)
-        task.scores[(a + h) * task.num_keys + j + i] = task.scale * sums[i][h];
+        task.scores[(a + h) * task.num_keys + j + i] = task.scale * sums[h][i];
     }
   }
   if constexpr (HT > 1) {
@@ -120,11 +120,11 @@ inline void IndexerHeads(const float* q, const float* head_weights, int64_t h, i
   for (; h + HT <= num_heads; h += HT) {
     const float* rows[HT];
     for (int i = 0; i < HT; ++i) rows[i] = q + (h + i) * dim;
-    float sums[KT][HT];
+    float sums[HT][KT];
     DotTile<F32Values, KT, HT>(keys, rows, dim, sums);
     for (int i = 0; i < HT; ++i) {
       for (int w = 0; w < KT; ++w) {
-        const float relu = sums[w][i] < 0.0f ? 0.0f : sums[w][i];
+        const float relu = sums[i][w] < 0.0f ? 0.0f : sums[i][w];
         acc[w] = Fma(head_weights[h + i], relu, acc[w]);
       }
     }

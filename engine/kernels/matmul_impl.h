@@ -31,11 +31,11 @@ inline Vec UpTo(const typename Values::Type* p, int64_t n) {
   return n > 0 ? Values::Part(p, n) : Zero();
 }
 
-// sums[i][j] = w[i] . x[j]. Columns past the end count as zeros. kMatrix: the rows at w are equally
+// sums[j][i] = w[i] . x[j]. Columns past the end count as zeros. kMatrix: the rows at w are equally
 // spaced, and those of the next tile follow.
 template <class Values, int WT, int XT, bool kMatrix = false>
 inline void DotTile(const typename Values::Type* const (&w)[WT], const float* const (&x)[XT],
-                    int64_t cols, float (&sums)[WT][XT]) {
+                    int64_t cols, float (&sums)[XT][WT]) {
   Vec acc[WT][XT][2];
   DS4_UNROLL
   for (int i = 0; i < WT; ++i) {
@@ -82,9 +82,11 @@ inline void DotTile(const typename Values::Type* const (&w)[WT], const float* co
     }
   }
   DS4_UNROLL
-  for (int i = 0; i < WT; ++i) {
+  for (int j = 0; j < XT; ++j) {
+    Vec column[WT];
     DS4_UNROLL
-    for (int j = 0; j < XT; ++j) sums[i][j] = HSum(Add(acc[i][j][0], acc[i][j][1]));
+    for (int i = 0; i < WT; ++i) column[i] = Add(acc[i][j][0], acc[i][j][1]);
+    HSums<WT>(column, sums[j]);
   }
 }
 
@@ -96,7 +98,7 @@ struct DotKernel {
   static int64_t BytesPerInputRow(const MatMulTask& task) { return task.cols * 4; }
 
   template <int WT, int XT>
-  static void Compute(const MatMulTask& task, int64_t r, int64_t t, float (&sums)[WT][XT]) {
+  static void Compute(const MatMulTask& task, int64_t r, int64_t t, float (&sums)[XT][WT]) {
     const typename Values::Type* w[WT];
     const float* x[XT];
     for (int i = 0; i < WT; ++i) {
@@ -113,7 +115,7 @@ struct Q8Kernel {
   static int64_t BytesPerInputRow(const MatMulTask& task) { return task.cols + task.cols / 8; }
 
   template <int WT, int XT>
-  static void Compute(const MatMulTask& task, int64_t r, int64_t t, float (&sums)[WT][XT]) {
+  static void Compute(const MatMulTask& task, int64_t r, int64_t t, float (&sums)[XT][WT]) {
     const uint8_t* w[WT];
     const int8_t* q[XT];
     const float* scale[XT];
@@ -130,11 +132,11 @@ struct Q8Kernel {
 
 template <class Kernel, int WT, int XT>
 inline void RunTile(const MatMulTask& task, int64_t r, int64_t t) {
-  float sums[WT][XT];
+  float sums[XT][WT];
   Kernel::template Compute<WT, XT>(task, r, t, sums);
   for (int j = 0; j < XT; ++j) {
     float* y = task.y + (t + j) * task.y_stride + r;
-    for (int i = 0; i < WT; ++i) y[i] = task.accumulate ? y[i] + sums[i][j] : sums[i][j];
+    for (int i = 0; i < WT; ++i) y[i] = task.accumulate ? y[i] + sums[j][i] : sums[j][i];
   }
 }
 

@@ -96,6 +96,11 @@ inline float HSum(Vec v) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
+// The sums of N vectors, each with the additions of HSum.
+template <int N>
+inline void HSums(const Vec (&v)[N], float (&sums)[N]) {
+  for (int i = 0; i < N; ++i) sums[i] = HSum(v[i]);
+}
 inline float HMax(Vec v) {
   const __m256 eight = _mm256_max_ps(v.lo, v.hi);
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -150,7 +155,7 @@ inline void Q8Block(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT],
 // See simd_generic.h.
 template <int WT, int XT>
 inline void Q8Tile(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT],
-                   const float* const (&scale)[XT], int64_t cols, float (&sums)[WT][XT]) {
+                   const float* const (&scale)[XT], int64_t cols, float (&sums)[XT][WT]) {
   __m256 even[WT][XT], odd[WT][XT];
   DS4_UNROLL
   for (int i = 0; i < WT; ++i) {
@@ -167,7 +172,7 @@ inline void Q8Tile(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT],
   DS4_UNROLL
   for (int i = 0; i < WT; ++i) {
     DS4_UNROLL
-    for (int j = 0; j < XT; ++j) sums[i][j] = HSum({even[i][j], odd[i][j]});
+    for (int j = 0; j < XT; ++j) sums[j][i] = HSum({even[i][j], odd[i][j]});
   }
 }
 

@@ -73,6 +73,26 @@ inline float HSum(Vec v) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
+// The sums of N vectors, each with the additions of HSum. Four share their steps: pairs of halves,
+// then of quarters, lie side by side in one register.
+template <int N>
+inline void HSums(const Vec (&v)[N], float (&sums)[N]) {
+  if constexpr (N == 4) {
+    const __m512 a = v[0].v, b = v[1].v, c = v[2].v, d = v[3].v;
+    const __m512 ab =
+        _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    const __m512 cd =
+        _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    __m512 s =
+        _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e));
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
+    const __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    _mm_storeu_ps(sums, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, s)));
+  } else {
+    for (int i = 0; i < N; ++i) sums[i] = HSum(v[i]);
+  }
+}
 inline float HMax(Vec v) {
   const __m256 eight = _mm256_max_ps(LowHalf(v.v), HighHalf(v.v));
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -132,7 +152,7 @@ inline void Q8Pair(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT], 
 // one permutation for them and the stream of weights sets the speed of a single row.
 template <int WT, int XT>
 inline void Q8Tile(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT],
-                   const float* const (&scale)[XT], int64_t cols, float (&sums)[WT][XT]) {
+                   const float* const (&scale)[XT], int64_t cols, float (&sums)[XT][WT]) {
   __m512 acc[WT][XT];
   DS4_UNROLL
   for (int i = 0; i < WT; ++i) {
@@ -161,9 +181,11 @@ inline void Q8Tile(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT],
     if (b < n) Q8Pair<WT, XT>(w, q, 32 * (b0 + b), false, index, products, acc);
   }
   DS4_UNROLL
-  for (int i = 0; i < WT; ++i) {
+  for (int j = 0; j < XT; ++j) {
+    Vec column[WT];
     DS4_UNROLL
-    for (int j = 0; j < XT; ++j) sums[i][j] = HSum({acc[i][j]});
+    for (int i = 0; i < WT; ++i) column[i] = {acc[i][j]};
+    HSums<WT>(column, sums[j]);
   }
 }
 

@@ -95,6 +95,11 @@ inline float HSum(Vec v) {
   }
   return v.lanes[0];
 }
+// The sums of N vectors, each with the additions of HSum.
+template <int N>
+inline void HSums(const Vec (&v)[N], float (&sums)[N]) {
+  for (int i = 0; i < N; ++i) sums[i] = HSum(v[i]);
+}
 inline float HMax(Vec v) {
   for (int half = 8; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) v.lanes[i] = Max(v.lanes[i], v.lanes[i + half]);
@@ -114,7 +119,7 @@ inline void StoreRounded(int8_t* p, Vec v) {
 // of additions is that of matmul.h.
 template <int WT, int XT>
 inline void Q8Tile(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT],
-                   const float* const (&scale)[XT], int64_t cols, float (&sums)[WT][XT]) {
+                   const float* const (&scale)[XT], int64_t cols, float (&sums)[XT][WT]) {
   for (int i = 0; i < WT; ++i) {
     const auto* values = reinterpret_cast<const int8_t*>(w[i]);
     const auto* scales = reinterpret_cast<const uint16_t*>(w[i] + cols);
@@ -130,7 +135,7 @@ inline void Q8Tile(const uint8_t* const (&w)[WT], const int8_t* const (&q)[XT],
           partial = Fma(d, static_cast<float>(sum), partial);
         }
       }
-      sums[i][j] = HSum(acc);
+      sums[j][i] = HSum(acc);
     }
   }
 }
