@@ -1,6 +1,7 @@
 #include "engine/base/strings.h"
 
 #include <array>
+#include <cmath>
 #include <cstdio>
 
 namespace ds4 {
@@ -27,20 +28,23 @@ std::vector<std::string> StrSplit(const std::string& text, char separator) {
 }
 
 std::string Fixed(double value, int digits) {
-  std::array<char, 64> buffer{};
-  std::snprintf(buffer.data(), buffer.size(), "%.*f", digits, value);
-  return buffer.data();
+  const int length = std::snprintf(nullptr, 0, "%.*f", digits, value);
+  std::string text(static_cast<size_t>(length), '\0');
+  std::snprintf(text.data(), text.size() + 1, "%.*f", digits, value);
+  return text;
 }
 
 std::string HumanBytes(int64_t bytes) {
   static constexpr std::array<const char*, 5> kUnits = {"B", "KiB", "MiB", "GiB", "TiB"};
-  double value = static_cast<double>(bytes);
-  size_t unit = 0;
-  while (value >= 1024.0 && unit + 1 < kUnits.size()) {
+  // From here on one decimal would print 1024.0: the next unit's 1.0.
+  constexpr double kNextUnit = 1023.95;
+  if (bytes > -1024 && bytes < 1024) return StrCat(bytes, " B");
+  double value = static_cast<double>(bytes) / 1024.0;
+  size_t unit = 1;
+  while (std::abs(value) >= kNextUnit && unit + 1 < kUnits.size()) {
     value /= 1024.0;
     ++unit;
   }
-  if (unit == 0) return StrCat(bytes, " B");
   return StrCat(Fixed(value, 1), " ", kUnits[unit]);
 }
 
