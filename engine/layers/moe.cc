@@ -163,7 +163,8 @@ void MoeLayer::GateAndUp(const LayerConfig& layer, const MoeTensors& weights, co
   float* pair_weights = weights_.Get(num_pairs);
   for (int64_t p = 0; p < num_pairs; ++p) pair_weights[p] = pairs_[p].weight;
   SwiGlu(gate, up, pair_weights, num_pairs, ffn, layer.swiglu_limit, gate, pool);
-  SwiGlu(shared_gate, shared_up, nullptr, rows_, ffn, layer.swiglu_limit, shared_gate, pool);
+  SwiGlu(shared_gate, shared_up, nullptr, rows_, ffn, layer.shared_swiglu_limit, shared_gate,
+         pool);
 }
 
 // Lane sums [local_lanes, rows, D]: shared expert, then experts by rising id.

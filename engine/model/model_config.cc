@@ -1,6 +1,6 @@
 #include "engine/model/model_config.h"
 
-#include <limits>
+#include <string_view>
 
 #include "engine/base/strings.h"
 #include "engine/model/tensor_names.h"
@@ -11,6 +11,11 @@ namespace {
 constexpr char kPrefix[] = "deepseek4.";
 // No real model comes near this; it keeps products of two sizes inside int64_t.
 constexpr int64_t kMaxDim = int64_t{1} << 30;
+// Rotary angles are exact up to this position (kernels/exact_double.h).
+constexpr int64_t kMaxContext = int64_t{1} << 26;
+// As many residual streams as kernels keep in registers (kernels/isa.h).
+constexpr int64_t kMaxNumStreams = 8;
+constexpr int kMaxNumLanes = 8;
 
 // Reads keys of one file; the first problem sticks.
 class Keys {
@@ -38,6 +43,21 @@ class Keys {
     }
     return *value;
   }
+  // A key of which only one value is known: another one would mean other arithmetic.
+  void OnlyTrueIfPresent(const char* key) {
+    if (!file_.HasKey(kPrefix + std::string(key))) return;
+    Result<bool> value = file_.GetBool(kPrefix + std::string(key));
+    if (!value.ok()) return static_cast<void>(Fail<bool>(value.status()));
+    Require(*value, StrCat(kPrefix, key, " is false, only true is known"));
+  }
+  void OnlyTextIfPresent(const char* key, std::string_view known) {
+    if (!file_.HasKey(kPrefix + std::string(key))) return;
+    Result<std::string> value = file_.GetString(kPrefix + std::string(key));
+    if (!value.ok()) return static_cast<void>(Fail<bool>(value.status()));
+    Require(*value == known,
+            StrCat(kPrefix, key, " is \"", *value, "\", only \"", known, "\" is known"));
+  }
+  bool Has(const char* key) const { return file_.HasKey(kPrefix + std::string(key)); }
   std::vector<int64_t> Ints(const char* key) {
     Result<std::vector<int64_t>> value = file_.GetIntArray(kPrefix + std::string(key));
     if (!value.ok()) return Fail<std::vector<int64_t>>(value.status());
@@ -63,38 +83,51 @@ class Keys {
   Status status_;
 };
 
-LayerConfig MakeLayer(int64_t ratio, bool hash, float limit) {
+LayerConfig MakeLayer(int64_t ratio, bool hash, double limit, double shared_limit) {
   LayerConfig layer;
   layer.compress_ratio = ratio;
   layer.attention = ratio == 0   ? AttentionKind::kSliding
                     : ratio == 4 ? AttentionKind::kCompressed
                                  : AttentionKind::kHeavy;
   layer.router = hash ? RouterKind::kHash : RouterKind::kScore;
-  layer.swiglu_limit = limit;
+  layer.swiglu_limit = static_cast<float>(limit);
+  layer.shared_swiglu_limit = static_cast<float>(shared_limit);
   return layer;
+}
+
+// One limit per layer, each above 0; more entries belong to draft blocks.
+std::vector<double> ReadLimits(Keys& keys, const char* key, int64_t num_layers) {
+  const std::vector<double> limits = keys.Floats(key);
+  if (!keys.status().ok()) return {};
+  keys.Require(static_cast<int64_t>(limits.size()) >= num_layers,
+               StrCat(kPrefix, key, " has ", limits.size(), " entries, ", num_layers,
+                      " layers need one each"));
+  for (size_t i = 0; i < limits.size(); ++i) {
+    keys.Require(limits[i] > 0,
+                 StrCat(kPrefix, key, "[", i, "] is ", limits[i], ", must be above 0"));
+  }
+  return limits;
 }
 
 void ReadLayers(Keys& keys, ModelConfig& config) {
   const int64_t num_hash = keys.Int("hash_layer_count", 0, config.num_layers);
   const std::vector<int64_t> ratios = keys.Ints("attention.compress_ratios");
-  const std::vector<double> limits = keys.Floats("swiglu_clamp_exp");
-  if (!keys.status().ok()) return;
+  const std::vector<double> limits = ReadLimits(keys, "swiglu_clamp_exp", config.num_layers);
+  const std::vector<double> shared_limits =
+      keys.Has("swiglu_clamp_shexp") ? ReadLimits(keys, "swiglu_clamp_shexp", config.num_layers)
+                                     : limits;
   keys.Require(static_cast<int64_t>(ratios.size()) >= config.num_layers,
                StrCat(kPrefix, "attention.compress_ratios has ", ratios.size(), " entries, ",
-                      config.num_layers, " layers need one each"));
-  keys.Require(static_cast<int64_t>(limits.size()) >= config.num_layers,
-               StrCat(kPrefix, "swiglu_clamp_exp has ", limits.size(), " entries, ",
                       config.num_layers, " layers need one each"));
   if (!keys.status().ok()) return;
   for (int64_t i = 0; i < config.num_layers; ++i) {
     keys.Require(ratios[i] >= 0 && ratios[i] <= 65536,
                  StrCat(kPrefix, "attention.compress_ratios[", i, "] is ", ratios[i],
                         ", must be from 0 to 65536"));
-    keys.Require(limits[i] > 0, StrCat(kPrefix, "swiglu_clamp_exp[", i, "] is ", limits[i],
-                                       ", must be above 0"));
-    config.layers.push_back(MakeLayer(ratios[i], i < num_hash, static_cast<float>(limits[i])));
+    config.layers.push_back(MakeLayer(ratios[i], i < num_hash, limits[i], shared_limits[i]));
   }
-  config.mtp_layer = MakeLayer(0, false, static_cast<float>(limits[config.num_layers - 1]));
+  config.mtp_layer = MakeLayer(0, false, limits[config.num_layers - 1],
+                               shared_limits[config.num_layers - 1]);
 }
 
 void CheckShapes(Keys& keys, const ModelConfig& c) {
@@ -107,13 +140,16 @@ void CheckShapes(Keys& keys, const ModelConfig& c) {
   keys.Require(c.num_experts_used <= c.num_experts,
                StrCat("expert_used_count ", c.num_experts_used, " is over expert_count ",
                       c.num_experts));
+  keys.Require(c.vocab_size >= kMaxNumLanes,
+               StrCat("vocab_size ", c.vocab_size, " is below ", kMaxNumLanes,
+                      ", the number of parts into which it may be cut"));
   keys.Require(c.num_index_heads == 0 || c.rope_dim <= c.index_head_dim,
                StrCat("rope.dimension_count ", c.rope_dim, " is over attention.indexer.key_length ",
                       c.index_head_dim));
 }
 
 int NumLanes(const ModelConfig& c) {
-  for (int lanes : {8, 4, 2}) {
+  for (int lanes : {kMaxNumLanes, 4, 2}) {
     if (c.num_output_groups % lanes == 0 && c.ffn_dim % lanes == 0) return lanes;
   }
   return 1;
@@ -135,7 +171,7 @@ Result<ModelConfig> ReadModelConfig(const GgufFile& file) {
   c.num_mtp_blocks = file.FindTensor(MtpPrefix() + "e_proj.weight") != nullptr ? 1 : 0;
   c.num_layers = keys.Int("block_count", 1, 4096);
   c.vocab_size = keys.Int("vocab_size", 1);
-  c.context_length = keys.Int("context_length", 1);
+  c.context_length = keys.Int("context_length", 1, kMaxContext);
   c.hidden_dim = keys.Int("embedding_length", 1, 1 << 20);
   c.num_heads = keys.Int("attention.head_count", 1, 1 << 16);
   keys.Int("attention.head_count_kv", 1, 1);
@@ -154,12 +190,16 @@ Result<ModelConfig> ReadModelConfig(const GgufFile& file) {
   c.ffn_dim = keys.Int("expert_feed_forward_length", 1, 1 << 20);
   c.expert_weights_scale = static_cast<float>(keys.Float("expert_weights_scale", 1e-6, 1e6));
   keys.IntOr("expert_gating_func", 4, 4, 4);
-  c.num_streams = keys.Int("hyper_connection.count", 1, 64);
+  keys.IntOr("expert_group_count", 0, 0, 1);  // no choice among groups of experts
+  keys.OnlyTrueIfPresent("expert_weights_norm");
+  c.num_streams = keys.Int("hyper_connection.count", 1, kMaxNumStreams);
   c.sinkhorn_iterations = static_cast<int>(keys.Int("hyper_connection.sinkhorn_iterations", 1, 1000));
   c.hc_eps = static_cast<float>(keys.Float("hyper_connection.epsilon", 0, 1));
   c.norm_eps = static_cast<float>(keys.Float("attention.layer_norm_rms_epsilon", 0, 1));
   c.rope_base = keys.Float("rope.freq_base", 1, 1e12);
-  c.compress_rope_base = keys.Float("attention.compress_rope_freq_base", 1, 1e12);
+  // Not 1: YaRN divides by its logarithm.
+  c.compress_rope_base = keys.Float("attention.compress_rope_freq_base", 1.001, 1e12);
+  keys.OnlyTextIfPresent("rope.scaling.type", "yarn");
   c.yarn_factor = keys.Float("rope.scaling.factor", 1, 1e6);
   c.yarn_original_context = keys.Int("rope.scaling.original_context_length", 1);
   c.yarn_beta_fast = keys.Float("rope.scaling.yarn_beta_fast", 1e-3, 1e6);

@@ -25,7 +25,8 @@ struct LayerConfig {
   AttentionKind attention = AttentionKind::kSliding;
   int64_t compress_ratio = 0;  // 0 for kSliding
   RouterKind router = RouterKind::kScore;
-  float swiglu_limit = 0.0f;
+  float swiglu_limit = 0.0f;         // of routed experts
+  float shared_swiglu_limit = 0.0f;  // of the shared one
 };
 
 // Every value is checked to be positive and consistent by ReadModelConfig; counts fit in int64_t
