@@ -65,6 +65,10 @@ Result<Loader::Source> Loader::Find(const std::string& name) const {
   source.slice = it->second;
   ASSIGN_OR_RETURN(const TensorInfo* tensor, BindTensor(file_, source.slice->spec));
   const std::vector<int64_t>& dims = source.slice->spec.dims;
+  if (static_cast<int64_t>(file_.data(*tensor).size()) != tensor->size_bytes) {
+    return FailedPreconditionError(StrCat(file_.path(), ": ", name, " has no data here, ",
+                                          tensor->size_bytes, " bytes are needed"));
+  }
   source.data = file_.data(*tensor).data();
   source.columns = dims[0];
   source.rows = dims.size() > 1 ? dims[1] : 1;
@@ -100,8 +104,16 @@ Status Loader::Vector(const std::string& name, std::vector<float>& out) {
   return OkStatus();
 }
 
+// A matrix type that kernels read.
+Status CheckMatrixType(const std::string& name, DType dtype) {
+  if (IsMatrixType(dtype)) return OkStatus();
+  return UnimplementedError(StrCat(name, " is ", Info(dtype).name,
+                                   ", matrices can be F32, F16, BF16 or Q8_0 on this device"));
+}
+
 Status Loader::Rows(const std::string& name, Matrix& out) {
   ASSIGN_OR_RETURN(const Source source, Find(name));
+  RETURN_IF_ERROR(CheckMatrixType(name, source.slice->dtype));
   const TensorSlice& slice = *source.slice;
   const Range rows = slice.spec.split == Split::kRows ? slice.range : Range{0, source.rows};
   Result<Matrix> matrix =
@@ -121,6 +133,7 @@ Status Loader::Rows(const std::string& name, Matrix& out) {
 
 Status Loader::LaneColumns(const std::string& name, Matrix& out) {
   ASSIGN_OR_RETURN(const Source source, Find(name));
+  RETURN_IF_ERROR(CheckMatrixType(name, source.slice->dtype));
   const TensorSlice& slice = *source.slice;
   const int64_t lane_columns = source.columns / config_.num_lanes;
   const int64_t lane_bytes = BytesFor(slice.dtype, lane_columns);
@@ -163,6 +176,11 @@ Status Loader::HashIds(const std::string& name, std::vector<int32_t>& out) {
 
 Status Loader::LoadHyperConnection(const std::string& name, HyperConnectionTensors& out) {
   RETURN_IF_ERROR(Rows(name + "_fn.weight", out.fn));
+  if (out.fn.dtype() == DType::kQ8_0) {
+    // They steer every stream: their kernel reads unrounded float32 rows only (spec 2.10).
+    return UnimplementedError(
+        StrCat(name, "_fn.weight is Q8_0, mixing weights can be F32, F16 or BF16"));
+  }
   RETURN_IF_ERROR(Vector(name + "_base.weight", out.base));
   return Vector(name + "_scale.weight", out.scale);
 }
