@@ -68,8 +68,7 @@ class KvState {
   // Positions processed so far.
   int64_t n() const { return n_; }
 
-  // Makes n the position: forward only right after a step that ran the rows in between (the caller's
-  // duty), back as far as the rings reach, or to 0. kOutOfRange names both limits.
+  // Goes back to position n: as far as the rings reach, or to 0. kOutOfRange names both limits.
   Status Rewind(int64_t n);
   // n += rows, after a step.
   void Advance(int64_t rows);

@@ -106,10 +106,24 @@ Result<Candidates> TokenChooser::GatherCandidates(std::span<const float> logits,
     }
     for (int32_t i = 0; i < num_tokens; ++i) {
       const auto id = tokens.Get<int32_t>();
+      RETURN_IF_ERROR(CheckToken(id, r));
       ranks[r].top.push_back({id, tokens.Get<float>()});
     }
   }
   return MergeCandidates(ranks, count);
+}
+
+Status TokenChooser::CheckToken(int32_t token, int sender) const {
+  if (token >= 0 && token < context_.config->vocab_size) return OkStatus();
+  return DataLossError(StrCat("rank ", sender, " sent token ", token,
+                              ", the vocabulary has ids 0 to ", context_.config->vocab_size - 1));
+}
+
+int TokenChooser::OwnerOfLane(int64_t lane) const {
+  const LaneLayout& layout = context_.comm->lanes();
+  int owner = 0;
+  while (owner + 1 < layout.world_size() && layout.begin[owner + 1] <= lane) ++owner;
+  return owner;
 }
 
 Status TokenChooser::Choose(std::span<const float> logits, const SamplingParams& sampling,
@@ -117,54 +131,69 @@ Status TokenChooser::Choose(std::span<const float> logits, const SamplingParams&
   Communicator& comm = *context_.comm;
   const int64_t vocab_size = context_.config->vocab_size;
   comm.set_site(-1, "choosing a token");
-  int32_t count = std::max(num_top, FirstCandidateCount(sampling, vocab_size));
+  int64_t count = std::max(num_top, FirstCandidateCount(sampling, vocab_size));
+  Candidates merged;
+  WireDecision wire;
   while (true) {
-    ASSIGN_OR_RETURN(const Candidates merged, GatherCandidates(logits, count, sampling.temperature));
+    ASSIGN_OR_RETURN(merged, GatherCandidates(logits, static_cast<int32_t>(count),
+                                              sampling.temperature));
     // Every rank fails alike on bad logits, so nobody waits for a decision that does not come.
-    ASSIGN_OR_RETURN(Decision decision, Decide(sampling, output.pos, merged, vocab_size));
-    WireDecision wire{static_cast<int32_t>(decision.kind), decision.token, decision.count,
-                      decision.lane, decision.residual};
+    ASSIGN_OR_RETURN(const Decision decision, Decide(sampling, output.pos, merged, vocab_size));
+    wire = {static_cast<int32_t>(decision.kind), decision.token, decision.count, decision.lane,
+            decision.residual};
     RETURN_IF_ERROR(comm.Broadcast(0, std::as_writable_bytes(std::span(&wire, 1))));
-    if (wire.kind == static_cast<int32_t>(Decision::Kind::kNeedMore)) {
-      count = std::max(wire.count, count + 1);
-      continue;
+    if (wire.kind != static_cast<int32_t>(Decision::Kind::kNeedMore)) break;
+    if (count >= vocab_size) {
+      return InternalError(StrCat("all ", vocab_size, " candidates are here and none was chosen"));
     }
-    output.token = wire.token;
-    if (wire.kind == static_cast<int32_t>(Decision::Kind::kWalkLane)) {
-      const LaneLayout& layout = comm.lanes();
-      int owner = 0;
-      while (owner + 1 < layout.world_size() && layout.begin[owner + 1] <= wire.lane) ++owner;
-      if (owner == comm.rank()) {
-        const int64_t lane = wire.lane - context_.plan->lanes.begin;
-        output.token = WalkLane(
-            logits.subspan(lane_begin_[lane], lane_begin_[lane + 1] - lane_begin_[lane]),
-            static_cast<int32_t>(context_.plan->vocab.begin + lane_begin_[lane]),
-            sampling.temperature, merged.lanes[wire.lane].max_logit, wire.residual);
-      }
-      RETURN_IF_ERROR(comm.Broadcast(owner, std::as_writable_bytes(std::span(&output.token, 1))));
-    }
-    output.top.assign(merged.top.begin(),
-                      merged.top.begin() + std::min<size_t>(num_top, merged.top.size()));
-    // The drawn token's logit is at hand unless it came from a lane walk: then its owner has it.
-    float logit = 0.0f;
-    const auto drawn = std::find_if(merged.top.begin(), merged.top.end(),
-                                    [&](const TopToken& t) { return t.id == output.token; });
-    if (drawn != merged.top.end()) {
-      logit = drawn->logit;
-    } else {
-      const Range vocab = context_.plan->vocab;
-      int owner = 0;
-      const auto& layout = comm.lanes();
-      while (owner + 1 < layout.world_size() &&
-             vocab_size * layout.begin[owner + 1] / layout.num_lanes <= output.token) {
-        ++owner;
-      }
-      if (owner == comm.rank()) logit = logits[output.token - vocab.begin];
-      RETURN_IF_ERROR(comm.Broadcast(owner, std::as_writable_bytes(std::span(&logit, 1))));
-    }
-    output.logprob = static_cast<float>(logit - LogSumExp(merged.lanes));
-    return OkStatus();
+    count = std::min<int64_t>(vocab_size, std::max<int64_t>(wire.count, count + 1));
   }
+  output.token = wire.token;
+  if (wire.kind == static_cast<int32_t>(Decision::Kind::kWalkLane)) {
+    RETURN_IF_ERROR(Walk(logits, sampling.temperature, merged, wire.lane, wire.residual,
+                         output.token));
+  }
+  RETURN_IF_ERROR(CheckToken(output.token, 0));
+  output.top.assign(merged.top.begin(),
+                    merged.top.begin() + std::min<size_t>(num_top, merged.top.size()));
+  ASSIGN_OR_RETURN(const float logit, LogitOf(output.token, logits, merged));
+  output.logprob = static_cast<float>(logit - LogSumExp(merged.lanes));
+  return OkStatus();
+}
+
+// The lane's owner draws inside it and tells everyone.
+Status TokenChooser::Walk(std::span<const float> logits, float temperature, const Candidates& merged,
+                          int64_t lane, double residual, int32_t& token) {
+  const int64_t num_lanes = context_.config->num_lanes;
+  if (lane < 0 || lane >= num_lanes) {
+    return DataLossError(StrCat("rank 0 sent lane ", lane, ", the model has ", num_lanes));
+  }
+  const int owner = OwnerOfLane(lane);
+  if (owner == context_.comm->rank()) {
+    const int64_t local = lane - context_.plan->lanes.begin;
+    const int64_t begin = lane_begin_[local];
+    token = WalkLane(logits.subspan(begin, lane_begin_[local + 1] - begin),
+                     static_cast<int32_t>(context_.plan->vocab.begin + begin), temperature,
+                     merged.lanes[lane].max_logit, residual);
+  }
+  return context_.comm->Broadcast(owner, std::as_writable_bytes(std::span(&token, 1)));
+}
+
+// At hand when the token is a candidate; else (after a walk) its owner has it.
+Result<float> TokenChooser::LogitOf(int32_t token, std::span<const float> logits,
+                                    const Candidates& merged) {
+  for (const TopToken& top : merged.top) {
+    if (top.id == token) return top.logit;
+  }
+  const int64_t vocab_size = context_.config->vocab_size;
+  const int num_lanes = context_.config->num_lanes;
+  int lane = 0;
+  while (vocab_size * (lane + 1) / num_lanes <= token) ++lane;
+  const int owner = OwnerOfLane(lane);
+  float logit = 0.0f;
+  if (owner == context_.comm->rank()) logit = logits[token - context_.plan->vocab.begin];
+  RETURN_IF_ERROR(context_.comm->Broadcast(owner, std::as_writable_bytes(std::span(&logit, 1))));
+  return logit;
 }
 
 Status TokenChooser::Score(const float* logits, std::span<const int32_t> targets,

@@ -29,6 +29,12 @@ class TokenChooser {
  private:
   Result<Candidates> GatherCandidates(std::span<const float> logits, int32_t count,
                                       float temperature);
+  Status Walk(std::span<const float> logits, float temperature, const Candidates& merged,
+              int64_t lane, double residual, int32_t& token);
+  Result<float> LogitOf(int32_t token, std::span<const float> logits, const Candidates& merged);
+  // kDataLoss unless the vocabulary has the token that a peer sent.
+  Status CheckToken(int32_t token, int sender) const;
+  int OwnerOfLane(int64_t lane) const;
 
   const RankContext& context_;
   std::vector<int64_t> lane_begin_;  // of the local lanes, offsets into the local vocabulary
