@@ -221,6 +221,8 @@ Status LocalWorkers::AwaitPort(int rank, TimePoint deadline) {
   while (child.address.empty()) {
     if (const std::optional<int> port = ReadPort(File(rank, ".port"))) {
       child.address = StrCat("127.0.0.1:", *port);
+      options_.on_started(
+          StrCat("local worker ", rank, ": process ", child.pid, " at ", child.address));
       return OkStatus();
     }
     if (Reap(rank)) {

@@ -4,6 +4,10 @@
 
 #include <sys/types.h>
 
+#include <functional>
+#include <string>
+#include <vector>
+
 #include "coordinator/worker_source.h"
 
 namespace ds4 {
@@ -15,6 +19,7 @@ struct LocalWorkerOptions {
   int threads = 1;        // of each
   int64_t context = 0;    // their --ctx; 0: the worker's own default
   bool verbose = false;   // their messages go to our stderr; otherwise to a file that WhyGone quotes
+  std::function<void(const std::string&)> on_started = [](const std::string&) {};  // one line each
 };
 
 // The worker binary: `given`, or ds4-worker in the folder of `program` (argv[0], looked up in PATH when

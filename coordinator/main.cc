@@ -37,7 +37,8 @@ Result<int64_t> LargestContext(const Options& options, const ModelConfig& config
   return std::min(preferred, config.context_length);
 }
 
-Result<std::unique_ptr<WorkerSource>> MakeSource(const Options& options, int64_t context) {
+Result<std::unique_ptr<WorkerSource>> MakeSource(const Options& options, int64_t context,
+                                                 Console* console) {
   if (options.local == 0) return std::unique_ptr<WorkerSource>(new FixedWorkers(options.workers));
   LocalWorkerOptions local;
   ASSIGN_OR_RETURN(local.binary, FindWorkerBinary(options.worker_binary, options.program));
@@ -47,6 +48,7 @@ Result<std::unique_ptr<WorkerSource>> MakeSource(const Options& options, int64_t
   local.threads = std::max(1, cores / options.local);
   local.context = context;
   local.verbose = options.verbose;
+  if (options.verbose) local.on_started = [console](const std::string& text) { console->Note(text); };
   return std::unique_ptr<WorkerSource>(new LocalWorkers(std::move(local)));
 }
 
@@ -115,7 +117,8 @@ Status Run(const Options& options, Console& console) {
   const std::string table = plan.ToString(/*details=*/false);
   ASSIGN_OR_RETURN(ClusterOptions cluster_options,
                    MakeClusterOptions(options, model, std::move(plan), context));
-  ASSIGN_OR_RETURN(const std::unique_ptr<WorkerSource> source, MakeSource(options, context));
+  ASSIGN_OR_RETURN(const std::unique_ptr<WorkerSource> source,
+                   MakeSource(options, context, &console));
   FormProgress progress(&console, options.verbose);
   Cluster cluster(std::move(cluster_options), source.get(), MakeGrpcRankClient, &progress,
                   FirstEpoch());
