@@ -1,6 +1,6 @@
 #include "worker/worker_service.h"
 
-#include <grpcpp/ext/health_check_service_server_builder_option.h>
+#include <grpc/support/log.h>
 #include <grpcpp/grpcpp.h>
 
 #include <condition_variable>
@@ -159,6 +159,13 @@ class WorkerService final : public v1::Worker::Service {
   CoordinatorSlot slot_;
 };
 
+// gRPC's own records are for us, not for users: errors of ours say the same in one line.
+void RouteGrpcLog() {
+  gpr_set_log_function([](gpr_log_func_args* record) {
+    LogDebug({}, StrCat("grpc: ", record->message));
+  });
+}
+
 // A peer that is gone without a word (power, cable) is noticed within 15 s.
 void SetLiveness(grpc::ServerBuilder* builder) {
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 10000);
@@ -194,6 +201,7 @@ WorkerServer::~WorkerServer() {
 Result<std::unique_ptr<WorkerServer>> WorkerServer::Start(const std::string& host, uint16_t port,
                                                           WorkerParts parts, WorkerInfo info,
                                                           const StreamTimeouts* timeouts) {
+  RouteGrpcLog();
   grpc::EnableDefaultHealthCheckService(true);
   auto impl = std::make_unique<Impl>(std::move(parts), std::move(info),
                                      timeouts == nullptr ? StreamTimeouts() : *timeouts);
