@@ -62,7 +62,11 @@ Status Node::OpenModel(const WorkerOptions& options) {
   return OkStatus();
 }
 
-Result<std::unique_ptr<Transport>> Node::ConnectTcp(const GroupSpec& spec, std::stop_token stop) {
+// Transport grpc never comes here: the server that owns the Exchange calls connects it.
+Result<std::unique_ptr<Transport>> Node::Connect(const GroupSpec& spec, std::stop_token stop) {
+  if (spec.transport != "tcp") {
+    return InvalidArgumentError(StrCat("transport \"", spec.transport, "\" is not tcp"));
+  }
   TcpGroup group;
   group.epoch = spec.epoch;
   group.rank = spec.rank;
@@ -71,12 +75,6 @@ Result<std::unique_ptr<Transport>> Node::ConnectTcp(const GroupSpec& spec, std::
   group.spin_us = SpinUs(spec, info_.num_threads);
   group.stop = std::move(stop);
   return ConnectTcpTransport(*listener_, group);
-}
-
-Result<std::unique_ptr<Transport>> Node::Connect(const GroupSpec& spec, std::stop_token stop) {
-  if (spec.transport == "tcp") return ConnectTcp(spec, std::move(stop));
-  return UnimplementedError(
-      StrCat("transport ", spec.transport, " is not built into this worker; use tcp"));
 }
 
 WorkerParts Node::parts() {

@@ -28,7 +28,6 @@ class Node {
  private:
   Node() = default;
   Status OpenModel(const WorkerOptions& options);
-  Result<std::unique_ptr<Transport>> ConnectTcp(const GroupSpec& spec, std::stop_token stop);
   Result<std::unique_ptr<Transport>> Connect(const GroupSpec& spec, std::stop_token stop);
 
   std::unique_ptr<GgufFile> file_;

@@ -19,7 +19,7 @@ using EngineFactory = std::function<Result<std::unique_ptr<Engine>>(
     const EngineOptions& options, Communicator* comm, const Engine::LoadProgress& progress)>;
 
 // Connects with all peers of the group within spec.join_timeout; kDeadlineExceeded names the
-// missing ones. Ends early with kCancelled when a stop is asked for.
+// missing ones. Ends early when a stop is asked for. Transport grpc is added by worker_service.
 using TransportFactory =
     std::function<Result<std::unique_ptr<Transport>>(const GroupSpec& spec, std::stop_token stop)>;
 

@@ -13,6 +13,7 @@
 #include "proto/rpc_status.h"
 #include "worker/command_codec.h"
 #include "worker/control_stream.h"
+#include "worker/grpc_transport.h"
 #include "worker/host_info.h"
 #include "worker/log.h"
 #include "worker/rank_loop.h"
@@ -87,7 +88,10 @@ class CoordinatorSlot {
   Status stopping_;
 };
 
-class WorkerService final : public v1::Worker::Service {
+// Exchange is served by GrpcExchange on its own queue, with raw frames.
+using WorkerServiceBase = v1::Worker::WithRawMethod_Exchange<v1::Worker::Service>;
+
+class WorkerService final : public WorkerServiceBase {
  public:
   WorkerService(WorkerParts parts, WorkerInfo info, const StreamTimeouts& timeouts)
       : parts_(std::move(parts)), info_(std::move(info)), timeouts_(timeouts) {}
@@ -159,11 +163,31 @@ class WorkerService final : public v1::Worker::Service {
   CoordinatorSlot slot_;
 };
 
+Result<std::unique_ptr<Transport>> ConnectGrpc(GrpcExchange& exchange, const GroupSpec& spec,
+                                               std::stop_token stop) {
+  GrpcGroup group;
+  group.epoch = spec.epoch;
+  group.rank = spec.rank;
+  for (const PeerAddress& peer : spec.peers) group.peers.push_back(peer.control_address);
+  group.join_deadline = std::chrono::steady_clock::now() + spec.join_timeout;
+  group.stop = std::move(stop);
+  return ConnectGrpcTransport(exchange, group);
+}
+
+// The given parts, with transport grpc served by this server's own Exchange calls.
+WorkerParts WithGrpcTransport(WorkerParts parts, GrpcExchange* exchange) {
+  parts.connect = [exchange, others = std::move(parts.connect)](const GroupSpec& spec,
+                                                                std::stop_token stop) {
+    if (spec.transport == "grpc") return ConnectGrpc(*exchange, spec, std::move(stop));
+    return others(spec, std::move(stop));
+  };
+  return parts;
+}
+
 // gRPC's own records are for us, not for users: errors of ours say the same in one line.
 void RouteGrpcLog() {
-  gpr_set_log_function([](gpr_log_func_args* record) {
-    LogDebug({}, StrCat("grpc: ", record->message));
-  });
+  gpr_set_log_function(
+      [](gpr_log_func_args* record) { LogDebug({}, StrCat("grpc: ", record->message)); });
 }
 
 // A peer that is gone without a word (power, cable) is noticed within 15 s.
@@ -185,8 +209,9 @@ std::string HostPort(const std::string& host, uint16_t port) {
 
 struct WorkerServer::Impl {
   Impl(WorkerParts parts, WorkerInfo info, const StreamTimeouts& timeouts)
-      : service(std::move(parts), std::move(info), timeouts) {}
+      : service(WithGrpcTransport(std::move(parts), &exchange), std::move(info), timeouts) {}
 
+  GrpcExchange exchange;  // outlives the server and the groups
   WorkerService service;
   std::unique_ptr<grpc::Server> server;  // uses service
   int port = 0;
@@ -209,6 +234,8 @@ Result<std::unique_ptr<WorkerServer>> WorkerServer::Start(const std::string& hos
   grpc::ServerBuilder builder;
   builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &impl->port);
   builder.RegisterService(&impl->service);
+  impl->exchange.AddTo(
+      &builder, [service = &impl->service](auto... args) { service->RequestExchange(args...); });
   builder.SetMaxReceiveMessageSize(kMaxMessageBytes);
   builder.SetMaxSendMessageSize(kMaxMessageBytes);
   // Without this a second worker could take the same port, and each would get some of the calls.
@@ -231,6 +258,7 @@ void WorkerServer::Shutdown(const Status& why, std::chrono::milliseconds grace) 
   impl_->service.Stop(why);
   impl_->server->Shutdown(std::chrono::system_clock::now() + grace);
   impl_->server->Wait();
+  impl_->exchange.Shutdown();  // the groups, and with them the transports, are gone by now
 }
 
 }  // namespace ds4
