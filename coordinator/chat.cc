@@ -26,6 +26,7 @@ class ChatLoop {
         on_terminal_(isatty(STDIN_FILENO) == 1) {}
 
   Status Run() {
+    parts_.console.Write(parts_.shard_table);
     if (on_terminal_) parts_.console.Note(kHelp);
     Status last;
     while (!AskedToEnd()) {
@@ -36,6 +37,7 @@ class ChatLoop {
         parts_.console.Note(StrCat("\n", kHelp));
         continue;
       }
+      if (!line && on_terminal_) parts_.console.Line("");
       if (!line || *line == "/exit") break;
       if (line->empty() || Command(*line)) continue;
       last = Answer(*line);
@@ -70,7 +72,11 @@ class ChatLoop {
     }
     parts_.console.Note("forming the group anew");
     session_.Reset(0);
-    RETURN_IF_ERROR(parts_.cluster.Form());
+    // Unlike a step, joining can be given up at once.
+    parts_.cluster.set_stop([] { return PendingSignal() != 0; });
+    const Status formed = parts_.cluster.Form();
+    parts_.cluster.set_stop(AskedToEnd);
+    RETURN_IF_ERROR(formed);
     session_.Reset(parts_.cluster.context());
     return OkStatus();
   }

@@ -72,6 +72,7 @@ void ProgressBars::Update(int index, int64_t done, int64_t total) {
 }
 
 std::string ProgressBars::Bar(int index) const {
+  if (total_[index] == 0) return labels_[index];
   const std::string count =
       unit_ == "bytes"
           ? StrCat(HumanBytes(done_[index]), " of ", HumanBytes(total_[index]))

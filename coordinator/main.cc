@@ -124,10 +124,9 @@ Status Run(const Options& options, Console& console) {
                   FirstEpoch());
   cluster.set_stop([] { return PendingSignal() != 0; });
   RETURN_IF_ERROR(cluster.Form());
-  console.Write(table);
 
   // The work.
-  const Parts parts{options, model, *tokenizer, cluster, console};
+  const Parts parts{options, model, *tokenizer, cluster, console, table};
   if (measure) return MeasureFile(parts, tokens);
   return options.interactive() ? Chat(parts) : AnswerPrompt(parts, tokens);
 }

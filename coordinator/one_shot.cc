@@ -59,6 +59,7 @@ Status MeasureFile(const Parts& parts, const std::vector<int32_t>& tokens) {
                        parts.cluster.context(), "\n"));
   if (!printer.ok()) return UnavailableError("stdout takes no more text");
   if (parts.options.stats) {
+    parts.console.Write(parts.shard_table);
     parts.console.Note(StrCat(tokens.size(), " tokens in ", Fixed(measured.seconds, 2), " s (",
                               Fixed(static_cast<double>(tokens.size()) / measured.seconds, 1),
                               " tokens/s)"));

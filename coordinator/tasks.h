@@ -1,6 +1,10 @@
 // What the program does once a group stands: answer one prompt, chat, or measure perplexity.
 #pragma once
 
+#include <cstdint>
+#include <string>
+#include <vector>
+
 #include "coordinator/cluster.h"
 #include "coordinator/console.h"
 #include "coordinator/model.h"
@@ -15,6 +19,7 @@ struct Parts {
   const Tokenizer& tokenizer;
   Cluster& cluster;
   Console& console;
+  const std::string& shard_table;  // for people: who holds what
 };
 
 // The tokens of --prompt or --prompt-file: in the chat format, or with --raw the text after BOS.

@@ -51,7 +51,7 @@ TEST(FailureTest, AWorkerKilledInPrefillIsNamedWithTheLayer) {
   // One row a step, so that the prefill is still going when the signal comes.
   Process coordinator(CoordinatorArgs({"--workers", a.address() + "," + b.address(), "--chunk", "1",
                                        "--raw", "-n", "1", "--prompt-file", prompt}));
-  ASSERT_TRUE(coordinator.err().WaitFor("rank  lanes", seconds(20))) << coordinator.err().text();
+  ASSERT_TRUE(coordinator.err().WaitFor("2 ranks ready", seconds(20))) << coordinator.err().text();
   std::this_thread::sleep_for(milliseconds(100));
   b.process().Signal(SIGKILL);
   EXPECT_EQ(coordinator.Wait(seconds(10)), 1);
@@ -73,7 +73,7 @@ TEST(FailureTest, ASilentWorkerRunsIntoTheDeadlineAndIsNamed) {
   EXPECT_LT(Clock::now() - start, seconds(6));
   coordinator.err().WaitFor("error:", seconds(1));
   EXPECT_THAT(coordinator.err().text(),
-              AllOf(HasSubstr("rank 1"), HasSubstr(b.address()), HasSubstr("1000 ms"),
+              AllOf(HasSubstr("rank 1"), HasSubstr(b.address()), ContainsRegex("no progress for 1[0-9]+ ms"),
                     ContainsRegex("layer [0-9]+")));
 }
 
