@@ -102,7 +102,8 @@ Status RunRank(const BenchOptions& options, std::unique_ptr<Transport> transport
   return OkStatus();
 }
 
-void Print(const BenchOptions& options, const ShardPlan& plan, const std::vector<Measurement>& rows) {
+void Print(const BenchOptions& options, const ShardPlan& plan,
+           const std::vector<Measurement>& rows) {
   const int64_t bytes = plan.ranks[0].read_bytes_per_token;
   if (options.csv) {
     std::cout << "isa,ranks,threads,chunk,context,prefill_tps,decode_tps,decode_gbps,comm_share\n";

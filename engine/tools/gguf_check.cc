@@ -38,7 +38,8 @@ class Checker {
     if (num_problems_ > kMaxPrinted) {
       out_ << "... and " << num_problems_ - kMaxPrinted << " problems more\n";
     }
-    return DataLossError(StrCat(file_.path(), ": ", num_problems_, " problems"));
+    return DataLossError(
+        StrCat(file_.path(), ": ", num_problems_, num_problems_ == 1 ? " problem" : " problems"));
   }
 
  private:
