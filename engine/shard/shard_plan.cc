@@ -1,6 +1,6 @@
 #include "engine/shard/shard_plan.h"
 
-#include <algorithm>
+#include <array>
 #include <iomanip>
 #include <map>
 #include <sstream>
@@ -109,6 +109,54 @@ std::string WithoutLayer(const std::string& name) {
   return "blk.*" + name.substr(name.find('.', 4));
 }
 
+// One line for the tensors of one name, shape, type and cut in all layers of one rank.
+struct DetailLine {
+  const TensorSlice* first = nullptr;
+  int num_layers = 0;
+  int64_t held_bytes = 0;
+  int64_t read_bytes = 0;
+};
+
+std::string CutText(const TensorSlice& slice) {
+  if (slice.spec.split == Split::kReplicate) return "whole";
+  return StrCat(KindOf(slice.spec), " ", slice.range.begin, "-", slice.range.end - 1, " of ",
+                slice.total);
+}
+
+// In order of first appearance, so that the table reads like a forward pass.
+std::vector<DetailLine> DetailLines(const RankPlan& rank) {
+  std::vector<DetailLine> lines;
+  std::map<std::string, size_t> index;
+  for (const TensorSlice& slice : rank.slices) {
+    const std::string key = StrCat(WithoutLayer(slice.spec.name), " ", Info(slice.dtype).name, " ",
+                                   DimsString(slice.spec.dims));
+    const auto [it, is_new] = index.emplace(key, lines.size());
+    if (is_new) lines.push_back({&slice, 0, 0, 0});
+    DetailLine& line = lines[it->second];
+    ++line.num_layers;
+    line.held_bytes += slice.held_bytes;
+    line.read_bytes += slice.read_bytes_per_token;
+  }
+  return lines;
+}
+
+void AppendDetails(const RankPlan& rank, std::ostream& out) {
+  const auto row = [&](const std::array<std::string, 7>& cells) {
+    constexpr std::array<int, 6> kWidths = {34, 6, 9, 19, 28, 11};
+    out << "  " << std::left;
+    for (size_t i = 0; i < kWidths.size(); ++i) out << std::setw(kWidths[i]) << cells[i];
+    out << cells.back() << "\n";
+  };
+  out << "\nrank " << rank.rank << "\n";
+  row({"tensor", "count", "type", "dims", "slice", "holds", "reads/token"});
+  for (const DetailLine& line : DetailLines(rank)) {
+    const TensorSlice& slice = *line.first;
+    row({WithoutLayer(slice.spec.name), std::to_string(line.num_layers),
+         std::string(Info(slice.dtype).name), DimsString(slice.spec.dims), CutText(slice),
+         HumanBytes(line.held_bytes), HumanBytes(line.read_bytes)});
+  }
+}
+
 }  // namespace
 
 Range LaneRange(int64_t dim, int num_lanes, int lane_begin, int lane_end) {
@@ -161,51 +209,26 @@ std::string ShardPlan::Digest() const {
 
 std::string ShardPlan::ToString(bool details) const {
   std::ostringstream out;
-  out << "rank  lanes  heads      groups   expert width   vocabulary      holds       reads/token\n";
-  const auto range = [](const Range& r) { return StrCat(r.begin, "-", r.end - 1); };
+  const auto row = [&](const std::array<std::string, 8>& cells) {
+    constexpr std::array<int, 7> kWidths = {6, 7, 9, 8, 14, 15, 12};
+    out << std::left;
+    for (size_t i = 0; i < kWidths.size(); ++i) out << std::setw(kWidths[i]) << cells[i];
+    out << cells.back() << "\n";
+  };
+  const auto text = [](const Range& r) { return StrCat(r.begin, "-", r.end - 1); };
+  row({"rank", "lanes", "heads", "groups", "expert width", "vocabulary", "holds", "reads/token"});
+  int64_t held = 0;
+  int64_t read = 0;
   for (const RankPlan& rank : ranks) {
-    out << std::left << std::setw(6) << rank.rank << std::setw(7) << range(rank.lanes)
-        << std::setw(11) << range(rank.heads) << std::setw(9) << range(rank.groups) << std::setw(15)
-        << range(rank.ffn) << std::setw(16) << range(rank.vocab) << std::setw(12)
-        << HumanBytes(rank.held_bytes) << HumanBytes(rank.read_bytes_per_token) << "\n";
+    held += rank.held_bytes;
+    read += rank.read_bytes_per_token;
+    row({std::to_string(rank.rank), text(rank.lanes), text(rank.heads), text(rank.groups),
+         text(rank.ffn), text(rank.vocab), HumanBytes(rank.held_bytes),
+         HumanBytes(rank.read_bytes_per_token)});
   }
-  if (!details) return std::move(out).str();
-  for (const RankPlan& rank : ranks) {
-    struct Line {
-      int count = 0;
-      int64_t held = 0;
-      int64_t read = 0;
-      const TensorSlice* first = nullptr;
-    };
-    // In order of first appearance, so that the table reads like a forward pass.
-    std::vector<std::string> order;
-    std::map<std::string, Line> lines;
-    for (const TensorSlice& slice : rank.slices) {
-      const std::string key = WithoutLayer(slice.spec.name);
-      Line& line = lines[key];
-      if (line.count++ == 0) {
-        order.push_back(key);
-        line.first = &slice;
-      }
-      line.held += slice.held_bytes;
-      line.read += slice.read_bytes_per_token;
-    }
-    out << "\nrank " << rank.rank << "\n";
-    out << "  " << std::setw(38) << "tensor" << std::setw(8) << "layers" << std::setw(9) << "type"
-        << std::setw(24) << "dims" << std::setw(26) << "slice" << std::setw(12) << "holds"
-        << "reads/token\n";
-    for (const std::string& key : order) {
-      const Line& line = lines[key];
-      const TensorSlice& slice = *line.first;
-      const std::string cut =
-          slice.spec.split == Split::kReplicate
-              ? "whole"
-              : StrCat(KindOf(slice.spec), " ", slice.range.begin, "-", slice.range.end - 1, " of ",
-                       slice.total);
-      out << "  " << std::setw(38) << key << std::setw(8) << line.count << std::setw(9)
-          << Info(slice.dtype).name << std::setw(24) << DimsString(slice.spec.dims) << std::setw(26)
-          << cut << std::setw(12) << HumanBytes(line.held) << HumanBytes(line.read) << "\n";
-    }
+  row({"all", "", "", "", "", "", HumanBytes(held), HumanBytes(read)});
+  if (details) {
+    for (const RankPlan& rank : ranks) AppendDetails(rank, out);
   }
   return std::move(out).str();
 }
