@@ -283,6 +283,29 @@ class Renderer {
 
 }  // namespace
 
+Status SetEffort(std::string_view name, RenderOptions* options) {
+  if (name == "none") {
+    options->thinking_mode = ThinkingMode::kChat;
+    options->effort = ReasoningEffort::kDefault;
+    return OkStatus();
+  }
+  ReasoningEffort effort;
+  if (name == "minimal" || name == "low" || name == "medium") {
+    const bool has_low = options->version != PromptVersion::kPreview;
+    effort = has_low ? ReasoningEffort::kLow : ReasoningEffort::kDefault;
+  } else if (name == "high") {
+    effort = ReasoningEffort::kHigh;
+  } else if (name == "xhigh" || name == "max") {
+    effort = ReasoningEffort::kMax;
+  } else {
+    return InvalidArgumentError(StrCat("reasoning effort '", name, "' is none of none, minimal, low, ",
+                                       "medium, high, xhigh, max"));
+  }
+  options->thinking_mode = ThinkingMode::kThinking;
+  options->effort = effort;
+  return OkStatus();
+}
+
 Result<std::vector<PromptSegment>> RenderSegments(const std::vector<Message>& messages,
                                                   const RenderOptions& options) {
   if (options.version == PromptVersion::kPreview && options.effort == ReasoningEffort::kLow) {

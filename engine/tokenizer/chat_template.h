@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/base/status.h"
@@ -38,6 +39,11 @@ struct RenderOptions {
   // BOS and no effort text.
   size_t num_context_messages = 0;
 };
+
+// Sets thinking mode and effort from the name that chat APIs send: none turns thinking off; minimal, low
+// and medium are low; high; xhigh and max are max. The preview format has no low and takes kDefault,
+// which is the same prompt. kInvalidArgument for any other name.
+Status SetEffort(std::string_view name, RenderOptions* options);
 
 // A stretch of the prompt: one special token, by its text, or plain text between two of them. Plain
 // text holds what users, tools and the model wrote, so it is never searched for special tokens.

@@ -188,6 +188,27 @@ TEST(ChatTemplateTest, VocabularyWithoutTheSpecialToken) {
   EXPECT_THAT(ids.status().message(), HasSubstr("<｜begin▁of▁sentence｜>"));
 }
 
+// Every name of the APIs gives a prompt in both formats; "none" is chat mode.
+TEST(ChatTemplateTest, EffortNames) {
+  const std::vector<Message> messages = Messages(R"([{"role": "user", "content": "q"}])");
+  const auto prompt = [&](PromptVersion version, std::string_view name) {
+    RenderOptions options;
+    options.version = version;
+    EXPECT_TRUE(SetEffort(name, &options).ok()) << name;
+    return RenderPrompt(messages, options).value();
+  };
+  const std::string plain = "<｜begin▁of▁sentence｜><｜User｜>q<｜Assistant｜><think>";
+  for (const PromptVersion version : {PromptVersion::kPreview, PromptVersion::k0731}) {
+    EXPECT_EQ(prompt(version, "none"), "<｜begin▁of▁sentence｜><｜User｜>q<｜Assistant｜></think>");
+    for (const char* name : {"minimal", "low", "medium"}) EXPECT_EQ(prompt(version, name), plain);
+    EXPECT_EQ(prompt(version, "xhigh"), prompt(version, "max"));
+  }
+  EXPECT_EQ(prompt(PromptVersion::kPreview, "high"), plain);
+  EXPECT_EQ(prompt(PromptVersion::k0731, "high"), prompt(PromptVersion::kPreview, "max"));
+  RenderOptions options;
+  EXPECT_THAT(SetEffort("hard", &options).message(), HasSubstr("'hard'"));
+}
+
 TEST(CompletionParserTest, ReferenceCases) {
   const std::vector<Json> tests = ReadLines("extra_parse.jsonl");
   EXPECT_EQ(tests.size(), 18u);
