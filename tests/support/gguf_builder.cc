@@ -72,7 +72,7 @@ void FillRandom(const GgufBuilder::Tensor& tensor, int64_t num_experts, std::mt1
                 std::byte* out) {
   int64_t count = 1;
   for (int64_t dim : tensor.dims) count *= dim;
-  if (tensor.dtype == DType::kI32) {
+  if (tensor.dtype == DType::kI32) {  // expert ids
     for (int64_t i = 0; i < count; ++i) {
       const auto id = static_cast<int32_t>(random() % num_experts);
       std::memcpy(out + i * 4, &id, 4);

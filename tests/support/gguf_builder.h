@@ -74,8 +74,8 @@ GgufBuilder SmallMetadata();
 struct SmallModelOptions {
   DType type = DType::kF32;
   uint32_t seed = 1;
-  std::function<void(GgufBuilder&)> change;
-  std::function<void(const GgufBuilder::Tensor&, std::byte*)> patch;
+  std::function<void(GgufBuilder&)> change = nullptr;
+  std::function<void(const GgufBuilder::Tensor&, std::byte*)> patch = nullptr;
 };
 std::string WriteSmallModel(const std::string& name, const SmallModelOptions& options);
 

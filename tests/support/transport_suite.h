@@ -321,6 +321,16 @@ TEST_P(TransportTest, AbortFromAnotherThreadWakesTheRank) {
   EXPECT_THAT(status.message(), testing::HasSubstr("the coordinator gave up"));
 }
 
+TEST_P(TransportTest, AbortEndsAGroupOfOneToo) {
+  auto comms = Make(1);
+  std::vector<float> roots(4, 1.0f);
+  std::vector<float> out(4);
+  EXPECT_TRUE(comms[0]->AllReduceLanes(roots, out).ok());
+  comms[0]->Abort(AbortedError("the coordinator gave up"));
+  EXPECT_EQ(comms[0]->AllReduceLanes(roots, out).code(), StatusCode::kAborted);
+  EXPECT_EQ(comms[0]->Barrier().code(), StatusCode::kAborted);
+}
+
 TEST_P(TransportTest, OnceBrokenItStaysBrokenAndFailsAtOnce) {
   auto comms = Make(2);
   comms[0]->set_timeout(std::chrono::milliseconds(50));
