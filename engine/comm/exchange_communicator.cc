@@ -43,6 +43,7 @@ Status ExchangeCommunicator::AllReduceLanes(std::span<const float> roots, std::s
       << roots.size() << " floats for " << own_roots << " roots of " << count;
   RETURN_IF_ERROR(Begin());
   if (world_size() == 1) {
+    RETURN_IF_ERROR(Exchange());  // nothing to send, but an Abort must be seen
     AddReceived(roots, count, 0, count, out.data());
     return OkStatus();
   }
