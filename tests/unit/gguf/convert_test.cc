@@ -48,8 +48,8 @@ class ConvertTest : public testing::Test {
     return file.ok() ? std::move(*file) : nullptr;
   }
 
-  // The message of converting a copy with every `from` in its header replaced, sizes equal.
-  std::string ErrorAfterReplacing(const std::string& from, const std::string& to) {
+  // Writes a copy of the checkpoint with every `from` in its header replaced, sizes equal.
+  std::string ChangedCopy(const std::string& from, const std::string& to) {
     EXPECT_EQ(from.size(), to.size());
     auto bytes = ReadBytes(kCheckpoint);
     const auto header_bytes = static_cast<size_t>(LoadLittleEndian<uint64_t>(bytes.data()));
@@ -61,7 +61,12 @@ class ConvertTest : public testing::Test {
     }
     std::memcpy(bytes.data() + 8, header.data(), header_bytes);
     WriteBytes(folder_ / "changed.safetensors", bytes);
-    const Status status = Convert(DType::kF32, folder_ / "changed.safetensors");
+    return folder_ / "changed.safetensors";
+  }
+
+  // The message of converting such a copy.
+  std::string ErrorAfterReplacing(const std::string& from, const std::string& to) {
+    const Status status = Convert(DType::kF32, ChangedCopy(from, to));
     EXPECT_FALSE(std::filesystem::exists(folder_ / "out.gguf")) << "left after an error";
     return status.message();
   }
@@ -193,6 +198,29 @@ TEST_F(ConvertTest, QuantisesMatricesAndKeepsTheRestFiner) {
     const float bound = amax / 127 * (0.5f + 127.0f / 2048);
     for (size_t i = block; i < block + 32; ++i) ASSERT_NEAR(got[i], want[i], bound * 1.001f);
   }
+}
+
+TEST_F(ConvertTest, JoinsThePiecesOfACheckpoint) {
+  const std::string piece =
+      ChangedCopy("model.layers.2.self_attn.sinks", "case.0.layers.2.self_attn.sink");
+  const std::string header =
+      R"({"model.layers.2.self_attn.sinks":{"dtype":"BF16","shape":[8],"data_offsets":[0,16]}})";
+  std::vector<std::byte> other(8 + header.size() + 16);
+  StoreLittleEndian(static_cast<uint64_t>(header.size()), other.data());
+  std::memcpy(other.data() + 8, header.data(), header.size());
+  for (size_t i = 0; i < 8; ++i) {
+    StoreLittleEndian(F32ToBF16(static_cast<float>(i)), other.data() + 8 + header.size() + 2 * i);
+  }
+  WriteBytes(folder_ / "other.safetensors", other);
+  ConvertOptions options;
+  options.inputs = {piece, folder_ / "other.safetensors"};
+  options.output = folder_ / "out.gguf";
+  options.type = DType::kF32;
+  const Status status = ConvertSafetensors(options);
+  ASSERT_TRUE(status.ok()) << status;
+  EXPECT_THAT(Values(*Output(), "blk.2.attn_sinks.weight"), ElementsAre(0, 1, 2, 3, 4, 5, 6, 7));
+  options.inputs.push_back(folder_ / "other.safetensors");
+  EXPECT_THAT(ConvertSafetensors(options).message(), HasSubstr("sinks is in"));
 }
 
 TEST_F(ConvertTest, ReportsProgress) {
