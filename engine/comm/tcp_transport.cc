@@ -22,13 +22,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint32_t kFrameMagic = 0x46345344;  // "DS4F"
+constexpr uint32_t kFrameMagic = 0x46345344;    // "DS4F"
+constexpr uint32_t kGoodbyeMagic = 0x42345344;  // "DS4B": the body is why the sender leaves
 constexpr size_t kHeaderBytes = 24;
+constexpr size_t kMaxGoodbyeBytes = 512;
 using Header = std::array<std::byte, kHeaderBytes>;
 
-Header MakeHeader(uint64_t sequence, uint64_t size) {
+Header MakeHeader(uint32_t magic, uint64_t sequence, uint64_t size) {
   Header header{};
-  StoreLittleEndian(kFrameMagic, header.data());
+  StoreLittleEndian(magic, header.data());
   StoreLittleEndian(sequence, header.data() + 8);
   StoreLittleEndian(size, header.data() + 16);
   return header;
@@ -71,6 +73,7 @@ class TcpTransport : public Transport {
     Start(sequence, sends, recvs);
     const Status status = Drive(sequence, deadline);
     if (status.ok()) return status;
+    SayGoodbye(status);
     Abort(status);
     return Reason();  // of an Abort from elsewhere, when that came first
   }
@@ -91,7 +94,7 @@ class TcpTransport : public Transport {
     sending_.clear();
     receiving_.clear();
     for (const SendOp& op : sends) {
-      sending_.push_back({op.peer, MakeHeader(sequence, op.data.size()), op.data});
+      sending_.push_back({op.peer, MakeHeader(kFrameMagic, sequence, op.data.size()), op.data});
     }
     for (const RecvOp& op : recvs) receiving_.push_back({op.peer, {}, op.data});
   }
@@ -148,8 +151,41 @@ class TcpTransport : public Transport {
     return OkStatus();
   }
 
-  Status CheckHeader(const Receiving& op, uint64_t sequence) const {
+  // Tells every peer why, so that the first cause is in everyone's error; as far as that is possible
+  // at once and not in the middle of a frame.
+  void SayGoodbye(const Status& why) {
+    const std::string text = why.message().substr(0, kMaxGoodbyeBytes);
+    const Header header = MakeHeader(kGoodbyeMagic, 0, text.size());
+    for (int peer = 0; peer < world_size(); ++peer) {
+      const bool is_mid_frame =
+          std::any_of(sending_.begin(), sending_.end(), [peer](const Sending& op) {
+            return op.peer == peer && op.done > 0 && !op.is_done();
+          });
+      if (!sockets_[peer].is_open() || is_mid_frame) continue;
+      (void)sockets_[peer].Send(header, std::as_bytes(std::span(text)));
+    }
+  }
+
+  // The peer's own words, from a frame whose header has been read; what has come of them by now.
+  Status HearGoodbye(const Receiving& op) {
+    std::array<char, kMaxGoodbyeBytes> text{};
+    const auto announced = LoadLittleEndian<uint64_t>(op.header.data() + 16);
+    const size_t room = std::min<uint64_t>(announced, text.size());
+    size_t size = 0;
+    if (room > 0) {
+      const auto received =
+          sockets_[op.peer].Receive(std::as_writable_bytes(std::span(text).first(room)));
+      if (received.ok()) size = *received;
+    }
+    const auto is_control = [](char c) { return static_cast<unsigned char>(c) < ' '; };
+    std::replace_if(text.begin(), text.end(), is_control, ' ');
+    return LostPeerError(names_[op.peer],
+                         StrCat("it left the group: ", std::string(text.data(), size)));
+  }
+
+  Status CheckHeader(const Receiving& op, uint64_t sequence) {
     const auto magic = LoadLittleEndian<uint32_t>(op.header.data());
+    if (magic == kGoodbyeMagic) return HearGoodbye(op);
     if (magic != kFrameMagic) {
       return InternalError(StrCat("frame from ", names_[op.peer], " begins with ", magic,
                                   ", must be ", kFrameMagic, ": the stream is out of step"));

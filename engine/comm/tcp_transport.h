@@ -2,6 +2,7 @@
 //
 //   set-up   the higher rank dials the lower one (Boost.Asio); both sides check a fixed hello
 //   frame    magic u32, zero u32, sequence u64, size u64 (little-endian), then `size` bytes
+//   goodbye  the same header with its own magic, then up to 512 bytes of text: why a rank leaves
 #pragma once
 
 #include <chrono>
