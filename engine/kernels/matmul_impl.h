@@ -11,16 +11,19 @@ namespace ds4::DS4_ISA_NAMESPACE {
 struct F32Values {
   using Type = float;
   static Vec Full(const float* p) { return Load(p); }
+  static Reg OneReg(const float* p) { return LoadReg(p); }
   static Vec Part(const float* p, int64_t n) { return LoadPart(p, n); }
 };
 struct F16Values {
   using Type = uint16_t;
   static Vec Full(const uint16_t* p) { return LoadF16(p); }
+  static Reg OneReg(const uint16_t* p) { return LoadRegF16(p); }
   static Vec Part(const uint16_t* p, int64_t n) { return LoadPartF16(p, n); }
 };
 struct BF16Values {
   using Type = uint16_t;
   static Vec Full(const uint16_t* p) { return LoadBF16(p); }
+  static Reg OneReg(const uint16_t* p) { return LoadRegBF16(p); }
   static Vec Part(const uint16_t* p, int64_t n) { return LoadPartBF16(p, n); }
 };
 
@@ -31,61 +34,136 @@ inline Vec UpTo(const typename Values::Type* p, int64_t n) {
   return n > 0 ? Values::Part(p, n) : Zero();
 }
 
+// The 32 partial sums of a pair of rows lie in kNumRegs registers. A tile keeps as many of them for
+// all its pairs as fit (RegsAtOnce); where that is not all, it goes over a stretch of columns that
+// stays in the L1 cache once for each group of registers.
+constexpr int kNumRegs = 32 / kRegLanes;
+
+template <int WT, int XT>
+struct DotSums {
+  Reg partial[kNumRegs][WT][XT];
+
+  // Adds columns [begin, end), whole groups of 32. kMatrix: see DotTile.
+  template <class Values, int kFirst, int kCount, bool kMatrix>
+  DS4_INLINE void AddGroups(const typename Values::Type* const (&w)[WT],
+                            const float* const (&x)[XT], int64_t begin, int64_t end) {
+    Reg acc[kCount][WT][XT];
+    DS4_UNROLL
+    for (int g = 0; g < kCount; ++g) {
+      DS4_UNROLL
+      for (int i = 0; i < WT; ++i) {
+        DS4_UNROLL
+        for (int j = 0; j < XT; ++j) acc[g][i][j] = partial[kFirst + g][i][j];
+      }
+    }
+    for (int64_t k = begin; k < end; k += 32) {
+      Reg xv[kCount][XT];
+      DS4_UNROLL
+      for (int j = 0; j < XT; ++j) {
+        DS4_UNROLL
+        for (int g = 0; g < kCount; ++g) xv[g][j] = LoadReg(x[j] + k + (kFirst + g) * kRegLanes);
+      }
+      DS4_UNROLL
+      for (int i = 0; i < WT; ++i) {
+        Reg wv[kCount];
+        DS4_UNROLL
+        for (int g = 0; g < kCount; ++g) {
+          wv[g] = Values::OneReg(w[i] + k + (kFirst + g) * kRegLanes);
+        }
+        if constexpr (kMatrix && WT > 1 && kFirst == 0) {
+          const typename Values::Type* next = w[i] + k + WT * (w[1] - w[0]);
+          Prefetch(next);
+          if (sizeof(*next) == 4) Prefetch(next + 16);
+        }
+        DS4_UNROLL
+        for (int j = 0; j < XT; ++j) {
+          DS4_UNROLL
+          for (int g = 0; g < kCount; ++g) acc[g][i][j] = FmaReg(wv[g], xv[g][j], acc[g][i][j]);
+        }
+      }
+    }
+    DS4_UNROLL
+    for (int g = 0; g < kCount; ++g) {
+      DS4_UNROLL
+      for (int i = 0; i < WT; ++i) {
+        DS4_UNROLL
+        for (int j = 0; j < XT; ++j) partial[kFirst + g][i][j] = acc[g][i][j];
+      }
+    }
+  }
+
+  // All registers, kCount at a time.
+  template <class Values, int kFirst, int kCount, bool kMatrix>
+  DS4_INLINE void AddStretch(const typename Values::Type* const (&w)[WT],
+                             const float* const (&x)[XT], int64_t begin, int64_t end) {
+    AddGroups<Values, kFirst, kCount, kMatrix>(w, x, begin, end);
+    if constexpr (kFirst + kCount < kNumRegs) {
+      AddStretch<Values, kFirst + kCount, kCount, kMatrix>(w, x, begin, end);
+    }
+  }
+};
+
+// The n < 32 values at p, then zeros.
+template <class Values>
+DS4_INLINE void Widen(const typename Values::Type* p, int64_t n, float (&out)[32]) {
+  Store(out, UpTo<Values>(p, n));
+  Store(out + kLanes, n > kLanes ? UpTo<Values>(p + kLanes, n - kLanes) : Zero());
+}
+
+// The last columns, fewer than 32, as one group filled up with zeros.
+template <class Values, int WT, int XT>
+DS4_INLINE void AddTail(const typename Values::Type* const (&w)[WT], const float* const (&x)[XT],
+                        int64_t k, int64_t n, DotSums<WT, XT>& sums) {
+  float w_values[WT][32], x_values[XT][32];
+  const float* w_rows[WT];
+  const float* x_rows[XT];
+  for (int i = 0; i < WT; ++i) {
+    Widen<Values>(w[i] + k, n, w_values[i]);
+    w_rows[i] = w_values[i];
+  }
+  for (int j = 0; j < XT; ++j) {
+    Widen<F32Values>(x[j] + k, n, x_values[j]);
+    x_rows[j] = x_values[j];
+  }
+  sums.template AddStretch<F32Values, 0, RegsAtOnce(WT * XT), false>(w_rows, x_rows, 0, 32);
+}
+
 // sums[j][i] = w[i] . x[j]. Columns past the end count as zeros. kMatrix: the rows at w are equally
 // spaced, and those of the next tile follow.
 template <class Values, int WT, int XT, bool kMatrix = false>
 inline void DotTile(const typename Values::Type* const (&w)[WT], const float* const (&x)[XT],
                     int64_t cols, float (&sums)[XT][WT]) {
-  Vec acc[WT][XT][2];
+  constexpr int kAtOnce = RegsAtOnce(WT * XT);
+  DotSums<WT, XT> dots;
   DS4_UNROLL
-  for (int i = 0; i < WT; ++i) {
-    DS4_UNROLL
-    for (int j = 0; j < XT; ++j) acc[i][j][0] = acc[i][j][1] = Zero();
-  }
-  int64_t k = 0;
-  for (; k + 2 * kLanes <= cols; k += 2 * kLanes) {
-    Vec xv[XT][2];
-    DS4_UNROLL
-    for (int j = 0; j < XT; ++j) {
-      xv[j][0] = Load(x[j] + k);
-      xv[j][1] = Load(x[j] + k + kLanes);
-    }
+  for (int g = 0; g < kNumRegs; ++g) {
     DS4_UNROLL
     for (int i = 0; i < WT; ++i) {
-      const Vec w0 = Values::Full(w[i] + k);
-      const Vec w1 = Values::Full(w[i] + k + kLanes);
-      if constexpr (kMatrix && WT > 1) {
-        const typename Values::Type* next = w[i] + k + WT * (w[1] - w[0]);
-        Prefetch(next);
-        if (sizeof(*next) == 4) Prefetch(next + kLanes);
-      }
       DS4_UNROLL
-      for (int j = 0; j < XT; ++j) {
-        acc[i][j][0] = Fma(w0, xv[j][0], acc[i][j][0]);
-        acc[i][j][1] = Fma(w1, xv[j][1], acc[i][j][1]);
-      }
+      for (int j = 0; j < XT; ++j) dots.partial[g][i][j] = ZeroReg();
     }
   }
-  if (k < cols) {
-    const int64_t rest = cols - k;
-    DS4_UNROLL
-    for (int i = 0; i < WT; ++i) {
-      const Vec w0 = UpTo<Values>(w[i] + k, rest);
-      const Vec w1 = rest > kLanes ? UpTo<Values>(w[i] + k + kLanes, rest - kLanes) : Zero();
-      DS4_UNROLL
-      for (int j = 0; j < XT; ++j) {
-        const Vec x0 = UpTo<F32Values>(x[j] + k, rest);
-        const Vec x1 = rest > kLanes ? UpTo<F32Values>(x[j] + k + kLanes, rest - kLanes) : Zero();
-        acc[i][j][0] = Fma(w0, x0, acc[i][j][0]);
-        acc[i][j][1] = Fma(w1, x1, acc[i][j][1]);
-      }
+  const int64_t whole = cols / 32 * 32;
+  constexpr int64_t kStretch = 512;
+  if constexpr (kAtOnce == kNumRegs) {
+    dots.template AddStretch<Values, 0, kAtOnce, kMatrix>(w, x, 0, whole);
+  } else {
+    for (int64_t k = 0; k < whole; k += kStretch) {
+      const int64_t end = k + kStretch < whole ? k + kStretch : whole;
+      dots.template AddStretch<Values, 0, kAtOnce, kMatrix>(w, x, k, end);
     }
   }
+  if (whole < cols) AddTail<Values, WT, XT>(w, x, whole, cols - whole, dots);
   DS4_UNROLL
   for (int j = 0; j < XT; ++j) {
     Vec column[WT];
     DS4_UNROLL
-    for (int i = 0; i < WT; ++i) column[i] = Add(acc[i][j][0], acc[i][j][1]);
+    for (int i = 0; i < WT; ++i) {
+      Reg regs[kNumRegs];
+      DS4_UNROLL
+      for (int g = 0; g < kNumRegs; ++g) regs[g] = dots.partial[g][i][j];
+      column[i] = AddHalves(regs);
+    }
     HSums<WT>(column, sums[j]);
   }
 }
@@ -156,7 +234,7 @@ template <class Kernel>
 void RunMatMul(const MatMulTask& task) {
   constexpr int64_t kL2Bytes = 512 << 10;
   int64_t r = task.row_begin;
-  if (Kernel::kW == 1 || task.num_x == 1) {
+  if (task.num_x == 1) {
     for (; r < task.row_end; ++r) RunInputs<Kernel, 1, Kernel::kX>(task, r, 0, task.num_x);
     return;
   }

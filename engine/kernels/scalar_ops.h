@@ -19,6 +19,9 @@
 #define DS4_UNROLL _Pragma("GCC unroll 16")
 #endif
 
+// For functions whose arrays must end up in the caller's registers.
+#define DS4_INLINE inline __attribute__((always_inline))
+
 namespace ds4::DS4_ISA_NAMESPACE {
 
 inline float Add(float a, float b) { return a + b; }
@@ -59,8 +62,9 @@ inline float F16Value(uint16_t bits) {
 
 // Brings a line into the L2 cache; any address will do. Tiles of several weight rows ask for the
 // next tile while they work on theirs: so many streams side by side are too many for the CPU to
-// foresee.
-inline void Prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+// foresee. Always inlined: g++ 12 takes a function that only prefetches for one without effect and
+// drops calls.
+DS4_INLINE void Prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // V(x) with every lane x, for V = float or Vec.
 template <class V>

@@ -14,7 +14,7 @@ struct Vec {
 };
 
 // Tile sizes (weight rows x input rows) that keep partial sums in registers: 16 registers here.
-constexpr int kDotW = 1, kDotX = 2;
+constexpr int kDotW = 4, kDotX = 3;
 constexpr int kQ8W = 2, kQ8X = 2;
 constexpr int kSumHeads = 2, kSumVecs = 2;
 
@@ -79,6 +79,21 @@ inline Vec LoadPartBF16(const uint16_t* p, int64_t n) {
   for (int64_t i = 0; i < n; ++i) values[i] = p[i];
   return LoadBF16(values);
 }
+// One register holds 8 of a pair's 32 partial sums; 12 of the 16 registers are for sums. See
+// matmul_impl.h.
+using Reg = __m256;
+constexpr int kRegLanes = 8;
+constexpr int RegsAtOnce(int pairs) { return pairs <= 3 ? 4 : pairs <= 6 ? 2 : 1; }
+inline Reg ZeroReg() { return _mm256_setzero_ps(); }
+inline Reg FmaReg(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
+inline Reg LoadReg(const float* p) { return _mm256_loadu_ps(p); }
+inline Reg LoadRegF16(const uint16_t* p) { return _mm256_cvtph_ps(LoadInts(p)); }
+inline Reg LoadRegBF16(const uint16_t* p) { return WidenBF16(LoadInts(p)); }
+// Partial p plus partial p + 16.
+inline Vec AddHalves(const Reg (&regs)[4]) {
+  return {_mm256_add_ps(regs[0], regs[2]), _mm256_add_ps(regs[1], regs[3])};
+}
+
 inline void Store(float* p, Vec v) {
   _mm256_storeu_ps(p, v.lo);
   _mm256_storeu_ps(p + 8, v.hi);

@@ -60,6 +60,18 @@ inline Vec LoadPartF16(const uint16_t* p, int64_t n) {
 inline Vec LoadPartBF16(const uint16_t* p, int64_t n) {
   return {WidenBF16(_mm256_maskz_loadu_epi16(First(n), p))};
 }
+// One register of partial sums is a whole vector here; see matmul_impl.h.
+using Reg = Vec;
+constexpr int kRegLanes = 16;
+constexpr int RegsAtOnce(int) { return 2; }
+inline Reg ZeroReg() { return Zero(); }
+inline Reg FmaReg(Reg a, Reg b, Reg c) { return Fma(a, b, c); }
+inline Reg LoadReg(const float* p) { return Load(p); }
+inline Reg LoadRegF16(const uint16_t* p) { return LoadF16(p); }
+inline Reg LoadRegBF16(const uint16_t* p) { return LoadBF16(p); }
+// Partial p plus partial p + 16.
+inline Vec AddHalves(const Reg (&regs)[2]) { return Add(regs[0], regs[1]); }
+
 inline void Store(float* p, Vec v) { _mm512_storeu_ps(p, v.v); }
 inline void StorePart(float* p, Vec v, int64_t n) { _mm512_mask_storeu_ps(p, First(n), v.v); }
 

@@ -81,6 +81,18 @@ inline Vec LoadPartF16(const uint16_t* p, int64_t n) {
 inline Vec LoadPartBF16(const uint16_t* p, int64_t n) {
   return Map([&](int i) { return i < n ? BF16Value(p[i]) : 0.0f; });
 }
+// One register of partial sums is a whole vector here; see matmul_impl.h.
+using Reg = Vec;
+constexpr int kRegLanes = 16;
+constexpr int RegsAtOnce(int) { return 2; }
+inline Reg ZeroReg() { return Zero(); }
+inline Reg FmaReg(Reg a, Reg b, Reg c) { return Fma(a, b, c); }
+inline Reg LoadReg(const float* p) { return Load(p); }
+inline Reg LoadRegF16(const uint16_t* p) { return LoadF16(p); }
+inline Reg LoadRegBF16(const uint16_t* p) { return LoadBF16(p); }
+// Partial p plus partial p + 16.
+inline Vec AddHalves(const Reg (&regs)[2]) { return Add(regs[0], regs[1]); }
+
 inline void Store(float* p, Vec v) {
   for (int i = 0; i < kLanes; ++i) p[i] = v.lanes[i];
 }
