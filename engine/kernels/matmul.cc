@@ -12,7 +12,9 @@ namespace ds4 {
 namespace {
 
 // Below this much work, in bytes of weights times input rows, waking the other threads costs more
-// than they save.
+// than they save: 2 us on one core, where an empty region costs 0.2 us while the workers spin and
+// 20 us once they sleep. The rule "below 512 rows the caller does it alone" was tried and
+// lost: 12 jobs of 64 rows by 256 columns take 11.2 us alone and 6.4 us on two threads.
 constexpr int64_t kMinParallelBytes = 64 << 10;
 
 void CheckJob(const MatMulJob& job) {

@@ -170,6 +170,45 @@ TEST(MatMulTest, WritesOnlyItsOwnColumns) {
   }
 }
 
+// A lane of a row-parallel product reads a slice of wider rows.
+TEST(MatMulTest, ReadsASliceOfWiderRows) {
+  Random random(8);
+  const Matrix w = RandomMatrix(DType::kBF16, 6, 40, random);
+  const std::vector<float> wide = random.Floats(5 * 100);
+  std::vector<float> narrow;
+  for (size_t t = 0; t < 5; ++t) {
+    narrow.insert(narrow.end(), wide.begin() + static_cast<int64_t>(t) * 100 + 33,
+                  wide.begin() + static_cast<int64_t>(t) * 100 + 73);
+  }
+  const ActivationView packed = {.num_rows = 5, .cols = 40, .f32 = narrow.data(), .f32_stride = 40};
+  const ActivationView slice = {
+      .num_rows = 5, .cols = 40, .f32 = wide.data() + 33, .f32_stride = 100};
+  EXPECT_EQ(Bits(Reference(w, slice)), Bits(Reference(w, packed)));
+  for (const KernelTable* table : AvailableKernels()) {
+    EXPECT_EQ(Bits(WithTable(*table, w, slice)), Bits(Reference(w, packed))) << table->name;
+  }
+}
+
+TEST(MatMulTest, EmptyShapesAreFine) {
+  const Matrix no_columns = std::move(Matrix::Create(DType::kF32, 3, 0)).value();
+  const Matrix no_rows = std::move(Matrix::Create(DType::kQ8_0, 0, 32)).value();
+  const std::vector<float> x(1);
+  const std::vector<int8_t> q(32);
+  std::vector<float> y = {7.0f, 7.0f, 7.0f};
+  ThreadPool pool(2);
+  const MatMulJob jobs[] = {
+      {.w = no_rows.view(), .x = {.num_rows = 1, .cols = 32, .q = q.data(), .scale = x.data()}},
+      {.w = no_rows.view(), .x = {.num_rows = 0, .cols = 32}}};
+  MatMul(jobs, pool);
+  EXPECT_EQ(y, std::vector<float>(3, 7.0f));
+  MatMul({.w = no_columns.view(),
+          .x = {.num_rows = 1, .cols = 0, .f32 = x.data(), .f32_stride = 0},
+          .y = y.data(),
+          .y_stride = 3},
+         pool);
+  EXPECT_EQ(y, std::vector<float>(3, 0.0f));
+}
+
 TEST(MatMulDeathTest, RefusesShapesThatDisagree) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   Random random(7);
