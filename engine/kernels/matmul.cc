@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "engine/base/check.h"
 #include "engine/kernels/isa.h"
@@ -47,6 +48,31 @@ MatMulTask TaskFor(const MatMulJob& job, int64_t row_begin, int64_t row_end) {
           .y = job.y,
           .y_stride = job.y_stride,
           .accumulate = job.accumulate};
+}
+
+// A single input row that starts within a cache line makes every load of it straddle two: F16
+// weights then stream at 20 instead of 26 GB/s. So it is copied to a boundary first, once per
+// thread and job.
+constexpr size_t kLine = 64;
+constexpr int64_t kMinRowsToAlign = 64;  // weight rows from which the copy costs next to nothing
+
+const void* Aligned(const void* data, int64_t bytes) {
+  if (data == nullptr || reinterpret_cast<uintptr_t>(data) % kLine == 0) return data;
+  thread_local std::vector<std::byte> memory;  // keeps its size from call to call
+  const size_t size = static_cast<size_t>(bytes);
+  if (memory.size() < size + kLine) memory.resize(size + kLine);
+  std::byte* start = memory.data() + kLine - reinterpret_cast<uintptr_t>(memory.data()) % kLine;
+  std::memcpy(start, data, size);
+  return start;
+}
+
+void AlignInput(MatMulTask& task) {
+  if (task.num_x != 1 || task.row_end - task.row_begin < kMinRowsToAlign) return;
+  if (task.dtype == DType::kQ8_0) {
+    task.q = static_cast<const int8_t*>(Aligned(task.q, task.cols));
+  } else {
+    task.x = static_cast<const float*>(Aligned(task.x, task.cols * 4));
+  }
 }
 
 int64_t Work(std::span<const MatMulJob> jobs) {
@@ -114,7 +140,10 @@ void MatMul(std::span<const MatMulJob> jobs, ThreadPool& pool) {
       const int64_t share = (job.w.rows + shares - 1) / shares;
       const int64_t row_begin = std::min(job.w.rows, begin * share);
       const int64_t row_end = std::min(job.w.rows, end * share);
-      if (row_begin < row_end) kernels.matmul(TaskFor(job, row_begin, row_end));
+      if (row_begin >= row_end) continue;
+      MatMulTask task = TaskFor(job, row_begin, row_end);
+      AlignInput(task);
+      kernels.matmul(task);
     }
   });
 }

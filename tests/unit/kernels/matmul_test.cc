@@ -189,6 +189,28 @@ TEST(MatMulTest, ReadsASliceOfWiderRows) {
   }
 }
 
+// A single row is copied to a cache line boundary where it does not start at one.
+TEST(MatMulTest, InputRowsMayStartAnywhere) {
+  Random random(9);
+  ThreadPool pool(2);
+  for (const DType dtype : kTypes) {
+    const Matrix w = RandomMatrix(dtype, 300, 96, random);
+    const Activations x(1, 96, random);
+    const std::vector<float> expected = Reference(w, x.view());
+    for (size_t shift = 0; shift < 20; ++shift) {
+      std::vector<float> f32(shift), y(300);
+      std::vector<int8_t> q(shift);
+      f32.insert(f32.end(), x.f32.begin(), x.f32.end());
+      q.insert(q.end(), x.q.begin(), x.q.end());
+      ActivationView view = x.view();
+      view.f32 = f32.data() + shift;
+      view.q = q.data() + shift;
+      MatMul({.w = w.view(), .x = view, .y = y.data(), .y_stride = 300}, pool);
+      ASSERT_EQ(Bits(y), Bits(expected)) << Info(dtype).name << " shift " << shift;
+    }
+  }
+}
+
 TEST(MatMulTest, EmptyShapesAreFine) {
   const Matrix no_columns = std::move(Matrix::Create(DType::kF32, 3, 0)).value();
   const Matrix no_rows = std::move(Matrix::Create(DType::kQ8_0, 0, 32)).value();
