@@ -5,6 +5,7 @@
 #include "worker/worker_service.h"
 
 #include <gmock/gmock.h>
+#include <grpcpp/generic/generic_stub.h>
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -172,6 +173,62 @@ TEST_F(WorkerServiceTest, AStepOfAnotherEpochBreaksTheGroupAndSaysSo) {
   EXPECT_EQ(event->error().rank(), 0);
   EXPECT_EQ(event->error().epoch(), 3u);
   EXPECT_EQ(event->error().sequence(), 1u);
+}
+
+// grpc.health.v1 by its bytes: the request names a service (field 1), the answer's field 1 is 1,
+// SERVING.
+TEST_F(WorkerServiceTest, AnswersHealthChecks) {
+  grpc::GenericStub stub(grpc::CreateChannel(StrCat("127.0.0.1:", server_->port()),
+                                             grpc::InsecureChannelCredentials()));
+  for (const std::string service : {"", "ds4.v1.Worker"}) {
+    std::string bytes;
+    if (!service.empty())
+      bytes = "\x0a" + std::string(1, static_cast<char>(service.size())) + service;
+    const grpc::Slice slice(bytes);
+    const grpc::ByteBuffer request(&slice, 1);
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + kTestPatience);
+    grpc::CompletionQueue queue;
+    auto call = stub.PrepareUnaryCall(&context, "/grpc.health.v1.Health/Check", request, &queue);
+    call->StartCall();
+    grpc::ByteBuffer answer;
+    grpc::Status status;
+    call->Finish(&answer, &status, nullptr);
+    void* tag = nullptr;
+    bool ok = false;
+    ASSERT_TRUE(queue.Next(&tag, &ok));
+    ASSERT_TRUE(status.ok()) << status.error_message();
+    grpc::Slice reply;
+    ASSERT_TRUE(answer.DumpToSingleSlice(&reply).ok());
+    EXPECT_EQ(std::string(reply.begin(), reply.end()), "\x08\x01") << service;
+  }
+}
+
+TEST_F(WorkerServiceTest, TransportGrpcJoinsThroughTheSamePortAsTheControlStream) {
+  FakeWorld world(2);
+  auto other = WorkerServer::Start("127.0.0.1", 0, FakeParts(&world), FakeInfo(), &kShort);
+  ASSERT_TRUE(other.ok()) << other.status();
+  ControlClient clients[] = {ControlClient(server_->port()), ControlClient((*other)->port())};
+  for (int rank = 0; rank < 2; ++rank) {
+    ASSERT_TRUE(clients[rank].Hello("c1"));
+    v1::Command form = ControlClient::FormGroup(1, rank, 2);
+    v1::FormGroup* group = form.mutable_form_group();
+    group->set_transport("grpc");
+    group->set_join_timeout_ms(5000);
+    group->mutable_peers(0)->set_control_address(StrCat("127.0.0.1:", server_->port()));
+    group->mutable_peers(1)->set_control_address(StrCat("127.0.0.1:", (*other)->port()));
+    clients[rank].Send(form);
+  }
+  for (ControlClient& client : clients) {
+    ASSERT_TRUE(client.Next(v1::Event::kGroupReady));
+    v1::Command open;
+    open.mutable_open_session()->set_session_id(1);
+    open.mutable_open_session()->set_max_context(50);
+    client.Send(open);
+    client.Send(ControlClient::Step(1, 1));
+  }
+  for (ControlClient& client : clients) EXPECT_TRUE(client.Next(v1::Event::kStepDone));
+  for (ControlClient& client : clients) EXPECT_TRUE(client.Finish().ok());
 }
 
 TEST_F(WorkerServiceTest, TheServerRefusesATakenPort) {
