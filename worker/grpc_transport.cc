@@ -1,7 +1,7 @@
-// Streams are calls on one completion queue; each has at most one read and one write on its way, and
-// the operation's address is its tag. The rank thread takes events off the queue, first for the join,
-// then for one exchange after the other. A stream is freed when the last of its operations has come
-// back, so nothing that gRPC still holds goes away under it.
+// Streams are calls on one completion queue; each has at most one read and one write on its way,
+// and the operation's address is its tag. The rank thread takes events off the queue, first for the
+// join, then for one exchange after the other. A stream is freed when the last of its operations
+// has come back, so nothing that gRPC still holds goes away under it.
 #include "worker/grpc_transport.h"
 
 #include <grpcpp/generic/generic_stub.h>
@@ -36,7 +36,7 @@ constexpr size_t kMaxUnknownCallers = 64;    // at the same time
 constexpr milliseconds kFirstPause{10};      // before a rank is called again
 constexpr milliseconds kLongestPause{500};
 constexpr milliseconds kStopCheck{20};
-constexpr milliseconds kLeaveTime{200};      // for cancelled operations to come back
+constexpr milliseconds kLeaveTime{200};  // for cancelled operations to come back
 constexpr milliseconds kShutdownTime{10'000};
 
 gpr_timespec ToGrpcTime(Clock::time_point deadline) {
@@ -222,8 +222,8 @@ struct GrpcExchange::Impl {
   std::unique_ptr<grpc::ServerCompletionQueue> queue;  // null before AddTo
   RequestCall request_call;
   std::map<Stream*, std::unique_ptr<Stream>> streams;
-  Stream* requested = nullptr;   // waits for a call
-  std::vector<Stream*> parked;   // calls that came and were not heard yet
+  Stream* requested = nullptr;  // waits for a call
+  std::vector<Stream*> parked;  // calls that came and were not heard yet
   bool is_in_group = false;
   bool is_shut_down = false;
 
@@ -311,8 +311,11 @@ std::string Describe(const v1::ExchangeHello& hello) {
 class GrpcJoin {
  public:
   GrpcJoin(GrpcExchange::Impl& exchange, const GrpcGroup& group)
-      : exchange_(exchange), group_(group), world_size_(static_cast<int>(group.peers.size())),
-        joined_(group.peers.size(), nullptr), dials_(group.rank),
+      : exchange_(exchange),
+        group_(group),
+        world_size_(static_cast<int>(group.peers.size())),
+        joined_(group.peers.size(), nullptr),
+        dials_(group.rank),
         why_missing_(group.peers.size(), "it has not called") {
     for (int peer = 0; peer < group_.rank; ++peer) why_missing_[peer] = "not reached yet";
   }
@@ -389,9 +392,9 @@ class GrpcJoin {
       if (peer == group_.rank || joined_[peer] != nullptr) continue;
       missing.push_back(StrCat(NameOf(peer), ": ", why_missing_[peer]));
     }
-    return DeadlineExceededError(StrCat(Me(), ": ", missing.size(), " of ", world_size_ - 1,
-                                        " peers missing at the join deadline: ",
-                                        StrJoin(missing, "; ")));
+    return DeadlineExceededError(
+        StrCat(Me(), ": ", missing.size(), " of ", world_size_ - 1,
+               " peers missing at the join deadline: ", StrJoin(missing, "; ")));
   }
 
   // The side that is called.
@@ -418,7 +421,8 @@ class GrpcJoin {
   }
 
   void OnCaller(const Event& event) {
-    if (callers_.count(event.stream) == 0) return;  // a joined stream has ended; the exchange says so
+    if (callers_.count(event.stream) == 0)
+      return;  // a joined stream has ended; the exchange says so
     if (event.kind == Kind::kRead && event.ok) {
       HearHello(event.stream);
       return;
@@ -498,8 +502,8 @@ class GrpcJoin {
       Take(peer, stream);
       return;
     }
-    fatal_ = FailedPreconditionError(StrCat(NameOf(peer), " answers as ",
-                                            reply.has_value() ? Describe(*reply) : "nobody"));
+    fatal_ = FailedPreconditionError(
+        StrCat(NameOf(peer), " answers as ", reply.has_value() ? Describe(*reply) : "nobody"));
     exchange_.Retire(stream);
   }
 
@@ -555,8 +559,11 @@ struct Receiving {
 class GrpcTransport : public Transport {
  public:
   GrpcTransport(GrpcExchange::Impl& exchange, const GrpcGroup& group, std::vector<Stream*> streams)
-      : exchange_(exchange), rank_(group.rank), streams_(std::move(streams)),
-        sending_(streams_.size()), receiving_(streams_.size()) {
+      : exchange_(exchange),
+        rank_(group.rank),
+        streams_(std::move(streams)),
+        sending_(streams_.size()),
+        receiving_(streams_.size()) {
     for (int peer = 0; peer < world_size(); ++peer) {
       names_.push_back(PeerName(peer, group.peers[peer]));
     }
@@ -672,7 +679,8 @@ class GrpcTransport : public Transport {
     return OkStatus();
   }
 
-  // Copies the message in slices_; the header, which opens the first one, is checked before the rest.
+  // Copies the message in slices_; the header, which opens the first one, is checked before the
+  // rest.
   Status TakeMessage(int peer, uint64_t sequence, size_t size) {
     Receiving& op = receiving_[peer];
     size_t skip = 0;
@@ -734,8 +742,8 @@ class GrpcTransport : public Transport {
   const int rank_;
   const std::vector<Stream*> streams_;  // by rank, null for our own
   std::vector<std::string> names_;
-  std::vector<Sending> sending_;        // by rank
-  std::vector<Receiving> receiving_;    // by rank
+  std::vector<Sending> sending_;      // by rank
+  std::vector<Receiving> receiving_;  // by rank
   std::vector<grpc::Slice> slices_;
   size_t num_pending_ = 0;
 

@@ -1,19 +1,25 @@
-// The data plane over gRPC: engine's Transport on bidirectional streams of Worker.Exchange, for networks
-// where nothing else passes. One completion queue, pumped by the rank thread alone.
+// The data plane over gRPC: engine's Transport on bidirectional streams of Worker.Exchange, for
+// networks where nothing else passes. One completion queue, pumped by the rank thread alone.
 //
-//   set-up    the higher rank of each pair calls the lower one; first message each way: ExchangeFrame
-//             with a hello (the answer carries the called rank's own values)
-//   after it  raw frames, not Protobuf: magic u32, zero u32, sequence u64, size u64 (little-endian),
-//             then `size` bytes, cut into messages of at most kMaxMessageBytes
+//   set-up   the higher rank of each pair calls the lower one; first message each way:
+//            ExchangeFrame with a hello (the answer carries the called rank's own values)
+//   after it raw frames, not Protobuf: magic u32, zero u32, sequence u64, size u64
+//            (little-endian), then `size` bytes, cut into messages of at most kMaxMessageBytes
 //
 // How a worker's server takes part (the service must leave Exchange to the queue):
+//
 //   class WorkerService : public v1::Worker::WithRawMethod_Exchange<v1::Worker::Service> {...};
-//   GrpcExchange exchange;                      // outlives the server and every transport made with it
+//
+//   GrpcExchange exchange;  // outlives the server and every transport made with it
 //   builder.RegisterService(&service);
 //   exchange.AddTo(&builder, [&service](auto... args) { service.RequestExchange(args...); });
 //   auto server = builder.BuildAndStart();
-//   ... ConnectGrpcTransport(exchange, group) in the rank thread, once for each group ...
-//   server->Shutdown(deadline); exchange.Shutdown(); server.reset();
+//
+//   ConnectGrpcTransport(exchange, group);  // in the rank thread, once for each group
+//
+//   server->Shutdown(deadline);
+//   exchange.Shutdown();
+//   server.reset();
 #pragma once
 
 #include <chrono>
@@ -40,9 +46,9 @@ class ServerAsyncReaderWriter;
 
 namespace ds4 {
 
-// One worker's end of all Exchange calls, those it makes and those it takes. A call that comes while no
-// group is being joined waits, as in the backlog of a socket.
-// Thread: Join and the transport it gave belong to one thread at a time; AddTo and Shutdown as said.
+// One worker's end of all Exchange calls, those it makes and those it takes. A call that comes
+// while no group is being joined waits, as in the backlog of a socket. Thread: Join and the
+// transport it gave belong to one thread at a time; AddTo and Shutdown as said.
 class GrpcExchange {
  public:
   static constexpr size_t kMaxMessageBytes = 1 << 20;  // the server must allow as much
@@ -81,9 +87,9 @@ struct GrpcGroup {
 };
 
 // Connects with all peers of the group. A stale or silent caller is refused and takes no slot.
-// Errors: kDeadlineExceeded listing every missing rank, its address and why; kFailedPrecondition when a
-// peer refuses for good (later epoch, other rank or world_size) or this worker still is in a group;
-// kInvalidArgument for a group that makes no sense.
+// Errors: kDeadlineExceeded listing every missing rank, its address and why; kFailedPrecondition
+// when a peer refuses for good (later epoch, other rank or world_size) or this worker still is in a
+// group; kInvalidArgument for a group that makes no sense.
 Result<std::unique_ptr<Transport>> ConnectGrpcTransport(GrpcExchange& exchange,
                                                         const GrpcGroup& group);
 

@@ -1,9 +1,9 @@
 // The collectives over any transport: which messages go where, and the additions.
 //
-//   full exchange           every rank sends all its roots to every other and adds everything itself:
-//                           one hop, for messages where latency counts
-//   reduce-scatter +        rank r adds columns [count*r/N, count*(r+1)/N) for all, then sends that sum
-//   all-gather              to everyone: two hops, 1/N of the bytes and additions
+//   full exchange: every rank sends all its roots to every other and adds everything itself; one
+//     hop, for messages where latency counts
+//   reduce-scatter and all-gather: rank r adds columns [count*r/N, count*(r+1)/N) for all, then
+//     sends that sum to everyone; two hops, 1/N of the bytes and additions
 // Both add the same values in the same order (lane_tree.h), so the choice changes no bit.
 #pragma once
 
@@ -62,7 +62,8 @@ class ExchangeCommunicator : public Communicator {
   // Room for the roots of all ranks over n columns: block of rank r at first_root_[r] * n.
   void QueueReceivedRoots(int64_t n);
   // out[n] = the sum of own roots (columns [first, first + n) of `count`) and the received ones.
-  void AddReceived(std::span<const float> roots, int64_t count, int64_t first, int64_t n, float* out);
+  void AddReceived(std::span<const float> roots, int64_t count, int64_t first, int64_t n,
+                   float* out);
   Status GatherChunks(std::span<float> out);
 
   std::string Site() const;

@@ -1,5 +1,5 @@
-// The words in which every transport reports the same failures, so that logs read alike and one test
-// suite fits all. Pure.
+// The words in which every transport reports the same failures, so that logs read alike and one
+// test suite fits all. Pure.
 #pragma once
 
 #include <chrono>

@@ -83,10 +83,10 @@ Status LaneLayout::Validate() const {
         StrCat("lane layout: num_lanes ", num_lanes, ", must be a power of two up to 1024"));
   }
   if (begin.size() < 2 || begin.front() != 0 || begin.back() != num_lanes) {
-    return InvalidArgumentError(StrCat("lane layout: ", begin.size(), " borders",
-                                       begin.empty() ? "" : StrCat(" from ", begin.front(), " to ",
-                                                                   begin.back()),
-                                       ", must run from 0 to ", num_lanes));
+    return InvalidArgumentError(
+        StrCat("lane layout: ", begin.size(), " borders",
+               begin.empty() ? "" : StrCat(" from ", begin.front(), " to ", begin.back()),
+               ", must run from 0 to ", num_lanes));
   }
   for (size_t i = 1; i < begin.size(); ++i) {
     if (begin[i] <= begin[i - 1]) {

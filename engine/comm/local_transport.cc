@@ -28,8 +28,8 @@ struct Hub {
   const int world_size;
   std::mutex mutex;
   std::condition_variable changed;
-  std::vector<Offer> offers;    // [from][to]
-  std::vector<Status> broken;   // why a rank takes no part any more; OK while it does
+  std::vector<Offer> offers;   // [from][to]
+  std::vector<Status> broken;  // why a rank takes no part any more; OK while it does
 };
 
 std::string LocalPeerName(int peer) { return PeerName(peer, "local"); }
@@ -39,7 +39,11 @@ class LocalExchange {
  public:
   LocalExchange(Hub& hub, int rank, uint64_t sequence, std::span<const SendOp> sends,
                 std::span<const RecvOp> recvs)
-      : hub_(hub), rank_(rank), sequence_(sequence), sends_(sends), recvs_(recvs),
+      : hub_(hub),
+        rank_(rank),
+        sequence_(sequence),
+        sends_(sends),
+        recvs_(recvs),
         received_(recvs.size(), false) {
     for (const SendOp& send : sends_) hub_.offer(rank_, send.peer) = {true, sequence_, send.data};
     hub_.changed.notify_all();

@@ -16,7 +16,8 @@
 namespace ds4 {
 namespace {
 
-// A peer that is gone must be an error, not a signal: Linux says so in each send, macOS once for all.
+// A peer that is gone must be an error, not a signal: Linux says so in each send, macOS once for
+// all.
 #ifdef MSG_NOSIGNAL
 constexpr int kSendFlags = MSG_NOSIGNAL;
 #else

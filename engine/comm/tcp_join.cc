@@ -1,6 +1,7 @@
-// How ranks find each other: the higher rank of each pair dials the lower one, sends a hello of fixed
-// size and gets one back. Everything runs on the caller's thread inside one io_context, as coroutines:
-// one that accepts, one for each connection that has not said who it is, one for each rank to dial.
+// How ranks find each other: the higher rank of each pair dials the lower one, sends a hello of
+// fixed size and gets one back. Everything runs on the caller's thread inside one io_context, as
+// coroutines: one that accepts, one for each connection that has not said who it is, one for each
+// rank to dial.
 #include "engine/comm/tcp_join.h"
 
 #include <algorithm>
@@ -35,13 +36,19 @@ namespace {
 constexpr uint32_t kCallMagic = 0x48345344;   // "DS4H"
 constexpr uint32_t kReplyMagic = 0x52345344;  // "DS4R"
 constexpr uint32_t kVersion = 1;
-constexpr milliseconds kHelloTimeout{1000};   // for a caller to say who it is
-constexpr int kMaxUnknownCallers = 64;        // at the same time
-constexpr milliseconds kFirstPause{10};       // before a rank is dialled again
+constexpr milliseconds kHelloTimeout{1000};  // for a caller to say who it is
+constexpr int kMaxUnknownCallers = 64;       // at the same time
+constexpr milliseconds kFirstPause{10};      // before a rank is dialled again
 constexpr milliseconds kLongestPause{500};
 constexpr milliseconds kStopCheck{20};
 
-enum class Verdict : uint32_t { kAccepted, kOtherVersion, kOtherEpoch, kOtherWorldSize, kOtherRank };
+enum class Verdict : uint32_t {
+  kAccepted,
+  kOtherVersion,
+  kOtherEpoch,
+  kOtherWorldSize,
+  kOtherRank
+};
 
 // magic, version u32; epoch u64; from, to, world_size i32; verdict u32 (0 in a call).
 struct Hello {
@@ -84,8 +91,11 @@ Hello Decode(const HelloBytes& bytes) {
 class Join : public std::enable_shared_from_this<Join> {
  public:
   Join(TcpListener::Impl& listener, const TcpGroup& group)
-      : io_(listener.io), acceptor_(listener.acceptor), group_(group),
-        world_size_(static_cast<int>(group.peers.size())), sockets_(group.peers.size()),
+      : io_(listener.io),
+        acceptor_(listener.acceptor),
+        group_(group),
+        world_size_(static_cast<int>(group.peers.size())),
+        sockets_(group.peers.size()),
         why_missing_(group.peers.size(), "it has not called") {}
 
   Result<std::vector<Socket>> Run();
@@ -145,7 +155,9 @@ class Unfinished {
 Result<std::vector<Socket>> Join::Run() {
   num_missing_ = world_size_ - 1;
   if (group_.rank + 1 < world_size_) Spawn(AcceptCallers(shared_from_this()));
-  for (int peer = 0; peer < group_.rank; ++peer) Spawn(DialUntilConnected(shared_from_this(), peer));
+  for (int peer = 0; peer < group_.rank; ++peer) {
+    Spawn(DialUntilConnected(shared_from_this(), peer));
+  }
   Loop();
   Finish();
   if (!fatal_.ok()) return fatal_.WithContext(Me());
@@ -182,9 +194,9 @@ Status Join::MissingError() const {
     if (peer == group_.rank || sockets_[peer].is_open()) continue;
     missing.push_back(StrCat(TcpPeerName(group_, peer), ": ", why_missing_[peer]));
   }
-  return DeadlineExceededError(StrCat(Me(), ": ", missing.size(), " of ",
-                                      world_size_ - 1, " peers missing at the join deadline: ",
-                                      StrJoin(missing, "; ")));
+  return DeadlineExceededError(
+      StrCat(Me(), ": ", missing.size(), " of ", world_size_ - 1,
+             " peers missing at the join deadline: ", StrJoin(missing, "; ")));
 }
 
 // A second connection replaces the first: its rank has given the first one up.
@@ -215,7 +227,8 @@ Join::Task Join::AcceptCallers(std::shared_ptr<Join> self) {
   while (!self->is_over_) {
     auto socket = std::make_shared<Tcp::socket>(self->io_);
     boost::system::error_code error;
-    co_await self->acceptor_.async_accept(*socket, asio::redirect_error(asio::use_awaitable, error));
+    co_await self->acceptor_.async_accept(*socket,
+                                          asio::redirect_error(asio::use_awaitable, error));
     if (self->is_over_) co_return;
     if (error) {  // out of descriptors, or the caller is gone again: not the end of the join
       pause.expires_after(kFirstPause);
@@ -299,9 +312,8 @@ Join::Task Join::DialOnce(std::shared_ptr<Join> self, int peer) {
   boost::system::error_code error;
 
   Tcp::resolver resolver(self->io_);
-  const Tcp::resolver::results_type endpoints =
-      co_await resolver.async_resolve(address.host, std::to_string(address.port),
-                                      asio::redirect_error(asio::use_awaitable, error));
+  const Tcp::resolver::results_type endpoints = co_await resolver.async_resolve(
+      address.host, std::to_string(address.port), asio::redirect_error(asio::use_awaitable, error));
   if (self->is_over_) co_return;
   if (!error) {
     co_await asio::async_connect(*socket, endpoints,
@@ -377,10 +389,11 @@ uint16_t TcpListener::port() const { return impl_->port; }
 Result<std::unique_ptr<TcpListener>> TcpListener::Listen(const std::string& host, uint16_t port) {
   auto impl = std::make_unique<Impl>();
   boost::system::error_code error;
-  const auto endpoints = Tcp::resolver(impl->io).resolve(
-      host, std::to_string(port), Tcp::resolver::passive, error);
+  const auto endpoints =
+      Tcp::resolver(impl->io).resolve(host, std::to_string(port), Tcp::resolver::passive, error);
   if (error || endpoints.empty()) {
-    return InvalidArgumentError(StrCat("cannot listen on ", host, ":", port, ": ", error.message()));
+    return InvalidArgumentError(
+        StrCat("cannot listen on ", host, ":", port, ": ", error.message()));
   }
   const Tcp::endpoint endpoint = *endpoints.begin();
   Tcp::acceptor& acceptor = impl->acceptor;

@@ -1,5 +1,5 @@
-// The data path: all sends and receives of an exchange make progress together, so messages larger than
-// the socket buffers cannot block each other. Set-up is in tcp_join.cc.
+// The data path: all sends and receives of an exchange make progress together, so messages larger
+// than the socket buffers cannot block each other. Set-up is in tcp_join.cc.
 #include "engine/comm/tcp_transport.h"
 
 #include <poll.h>
@@ -57,7 +57,8 @@ struct Receiving {
 class TcpTransport : public Transport {
  public:
   TcpTransport(const TcpGroup& group, std::vector<Socket> sockets)
-      : rank_(group.rank), spin_(std::chrono::microseconds(group.spin_us)),
+      : rank_(group.rank),
+        spin_(std::chrono::microseconds(group.spin_us)),
         sockets_(std::move(sockets)) {
     for (int peer = 0; peer < world_size(); ++peer) names_.push_back(TcpPeerName(group, peer));
   }
@@ -151,16 +152,15 @@ class TcpTransport : public Transport {
     return OkStatus();
   }
 
-  // Tells every peer why, so that the first cause is in everyone's error; as far as that is possible
-  // at once and not in the middle of a frame.
+  // Tells every peer why, so that the first cause is in everyone's error; as far as that is
+  // possible at once and not in the middle of a frame.
   void SayGoodbye(const Status& why) {
     const std::string text = why.message().substr(0, kMaxGoodbyeBytes);
     const Header header = MakeHeader(kGoodbyeMagic, 0, text.size());
     for (int peer = 0; peer < world_size(); ++peer) {
-      const bool is_mid_frame =
-          std::any_of(sending_.begin(), sending_.end(), [peer](const Sending& op) {
-            return op.peer == peer && op.done > 0 && !op.is_done();
-          });
+      const bool is_mid_frame = std::any_of(
+          sending_.begin(), sending_.end(),
+          [peer](const Sending& op) { return op.peer == peer && op.done > 0 && !op.is_done(); });
       if (!sockets_[peer].is_open() || is_mid_frame) continue;
       (void)sockets_[peer].Send(header, std::as_bytes(std::span(text)));
     }
@@ -224,7 +224,8 @@ class TcpTransport : public Transport {
     }
     const auto limit_ms = std::chrono::ceil<std::chrono::milliseconds>(limit).count();
     const int timeout_ms = static_cast<int>(std::clamp<int64_t>(limit_ms, 0, 60'000));
-    if (poll(polled_.data(), static_cast<nfds_t>(polled_.size()), timeout_ms) < 0 && errno != EINTR) {
+    if (poll(polled_.data(), static_cast<nfds_t>(polled_.size()), timeout_ms) < 0 &&
+        errno != EINTR) {
       return InternalError(StrCat("poll of ", polled_.size(), " sockets: errno ", errno));
     }
     return OkStatus();
@@ -237,8 +238,8 @@ class TcpTransport : public Transport {
 
   const int rank_;
   const Clock::duration spin_;
-  std::vector<Socket> sockets_;  // by rank; our own is closed. Open until the end, so any thread may
-                                 // shut them down.
+  std::vector<Socket> sockets_;  // by rank; our own is closed. Open until the end, so any thread
+                                 // may shut them down.
   std::vector<std::string> names_;
 
   std::vector<Sending> sending_;
@@ -255,8 +256,7 @@ class TcpTransport : public Transport {
 Result<std::unique_ptr<Transport>> ConnectTcpTransport(TcpListener& listener,
                                                        const TcpGroup& group) {
   ASSIGN_OR_RETURN(std::vector<Socket> sockets, JoinTcpGroup(listener, group));
-  return std::unique_ptr<Transport>(
-      std::make_unique<TcpTransport>(group, std::move(sockets)));
+  return std::unique_ptr<Transport>(std::make_unique<TcpTransport>(group, std::move(sockets)));
 }
 
 }  // namespace ds4

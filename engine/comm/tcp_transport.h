@@ -1,4 +1,5 @@
-// Ranks on several hosts over TCP: one connection for each pair of ranks, driven by the rank thread.
+// Ranks on several hosts over TCP: one connection for each pair of ranks, driven by the rank
+// thread.
 //
 //   set-up   the higher rank dials the lower one (Boost.Asio); both sides check a fixed hello
 //   frame    magic u32, zero u32, sequence u64, size u64 (little-endian), then `size` bytes
@@ -22,12 +23,12 @@ struct TcpAddress {
   uint16_t port = 0;
 };
 
-// The port on which a worker takes its peers' connections; it outlives the groups that the worker joins.
-// Thread: one join at a time.
+// The port on which a worker takes its peers' connections; it outlives the groups that the worker
+// joins. Thread: one join at a time.
 class TcpListener {
  public:
-  // port 0 takes a free one. kInvalidArgument for a host that does not resolve, kUnavailable for a port
-  // that is taken.
+  // port 0 takes a free one. kInvalidArgument for a host that does not resolve, kUnavailable for a
+  // port that is taken.
   static Result<std::unique_ptr<TcpListener>> Listen(const std::string& host, uint16_t port);
   ~TcpListener();
 
@@ -46,15 +47,17 @@ struct TcpGroup {
   int rank = 0;
   std::vector<TcpAddress> peers;  // of all ranks, in order; our own is not used
   std::chrono::steady_clock::time_point join_deadline;
-  // How long a rank asks its sockets again and again before it sleeps: about 50 when each rank has a
-  // core of its own (saves two wake-ups per exchange), 0 when ranks on this host outnumber cores.
+  // How long a rank asks its sockets again and again before it sleeps: about 50 when each rank has
+  // a core of its own (saves two wake-ups per exchange), 0 when ranks on this host outnumber cores.
   int spin_us = 50;
   std::stop_token stop;  // ends the join early (kCancelled)
 };
 
 // Connects with all peers of the group. A stray, silent or stale connection is refused and takes no
-// slot. Errors: kDeadlineExceeded listing every missing rank, its address and why; kFailedPrecondition when a
-// peer is at a later epoch; kInvalidArgument for a group that makes no sense.
-Result<std::unique_ptr<Transport>> ConnectTcpTransport(TcpListener& listener, const TcpGroup& group);
+// slot. Errors: kDeadlineExceeded listing every missing rank, its address and why;
+// kFailedPrecondition when a peer is at a later epoch; kInvalidArgument for a group that makes no
+// sense.
+Result<std::unique_ptr<Transport>> ConnectTcpTransport(TcpListener& listener,
+                                                       const TcpGroup& group);
 
 }  // namespace ds4

@@ -18,8 +18,8 @@ enum class FaultKind { kNone, kFail, kStall, kWrongSequence };
 struct FaultPlan {
   uint32_t seed = 1;
   FaultKind kind = FaultKind::kNone;
-  int64_t fault_within = 1;            // the fault comes at a random exchange in [0, fault_within)
-  double delay_probability = 0;        // of each exchange, at any time
+  int64_t fault_within = 1;      // the fault comes at a random exchange in [0, fault_within)
+  double delay_probability = 0;  // of each exchange, at any time
   std::chrono::microseconds max_delay{0};
 };
 

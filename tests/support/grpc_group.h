@@ -1,4 +1,5 @@
-// A group of grpc transports inside one process: a server for each rank, on loopback and a free port.
+// A group of grpc transports inside one process: a server for each rank, on loopback and a free
+// port.
 #pragma once
 
 #include <grpcpp/grpcpp.h>

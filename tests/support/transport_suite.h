@@ -1,7 +1,8 @@
 // Goal: every transport gives the same collectives and the same failures.
-// Method: one thread for each rank, data whose sums are exact in float32, so that results are compared
-// with plain integers. Include in one file of a test binary and add
-//   INSTANTIATE_TEST_SUITE_P(Tcp, TransportTest, testing::Values(TransportKind{"tcp", MakeTcpGroup}));
+// Method: one thread for each rank, data whose sums are exact in float32, so that results are
+// compared with plain integers. Include in one file of a test binary and add
+//   INSTANTIATE_TEST_SUITE_P(Tcp, TransportTest, testing::Values(TransportKind{"tcp",
+//   MakeTcpGroup}));
 #pragma once
 
 #include <gmock/gmock.h>
@@ -194,14 +195,13 @@ TEST_P(TransportTest, ThousandsOfMixedCallsStayInStep) {
 TEST_P(TransportTest, SlowRanksChangeNothing) {
   TransportGroup transports = MakeTransports(3);
   for (int rank = 0; rank < 3; ++rank) {
-    const FaultPlan plan{.seed = 5u + rank, .delay_probability = 0.2,
-                         .max_delay = std::chrono::microseconds(2000)};
+    const FaultPlan plan{
+        .seed = 5u + rank, .delay_probability = 0.2, .max_delay = std::chrono::microseconds(2000)};
     transports[rank] = std::make_unique<FaultyTransport>(std::move(transports[rank]), plan);
   }
   auto comms = MakeCommunicators(std::move(transports));
-  ExpectAllOk(RunRanks(comms, [](Communicator& comm) {
-    return transport_suite::RunRandomCalls(comm, 11, 300);
-  }));
+  ExpectAllOk(RunRanks(
+      comms, [](Communicator& comm) { return transport_suite::RunRandomCalls(comm, 11, 300); }));
 }
 
 TEST_P(TransportTest, CountsTheTimeSpentWaiting) {
@@ -301,8 +301,8 @@ TEST_P(TransportTest, ASilentPeerIsNamedWithThePlaceInTheStep) {
                 testing::StartsWith(StrCat("rank ", rank, ", layer 17, after attention: ")));
     if (statuses[rank].code() != StatusCode::kDeadlineExceeded) continue;
     ++num_named;
-    EXPECT_THAT(statuses[rank].message(), testing::ContainsRegex(
-        "no progress for [0-9]+ ms, waiting for rank 1 \\("));
+    EXPECT_THAT(statuses[rank].message(),
+                testing::ContainsRegex("no progress for [0-9]+ ms, waiting for rank 1 \\("));
   }
   // Both run into it; one may hear of the other's failure first.
   EXPECT_GE(num_named, 1) << statuses[0] << "; " << statuses[2];
@@ -344,8 +344,8 @@ TEST_P(TransportTest, OnceBrokenItStaysBrokenAndFailsAtOnce) {
   EXPECT_EQ(comms[0]->Broadcast(1, data), first);
   EXPECT_EQ(comms[0]->Barrier(), first);
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(100));
-  // The peer hears of it and does not wait for its own, long deadline. What rank 0 had sent before it
-  // gave up may still end the peer's first call well.
+  // The peer hears of it and does not wait for its own, long deadline. What rank 0 had sent before
+  // it gave up may still end the peer's first call well.
   const Status first_of_peer = comms[1]->Barrier();
   EXPECT_THAT(first_of_peer.code(), testing::AnyOf(StatusCode::kOk, StatusCode::kUnavailable));
   EXPECT_EQ(comms[1]->Barrier().code(), StatusCode::kUnavailable);

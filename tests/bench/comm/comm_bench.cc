@@ -53,11 +53,11 @@ void Report(const std::string& name, const Settings& settings, std::vector<doubl
 // Every lane's value is 1 in round 0 and one more in each next, so a sum is 8 * (round + 1).
 void RunRank(std::unique_ptr<Transport> transport, const Settings& settings) {
   const std::string name = transport->name();
-  const auto comm = MakeExchangeCommunicator(std::move(transport),
-                                             LaneLayout::Even(8, settings.ranks));
+  const auto comm =
+      MakeExchangeCommunicator(std::move(transport), LaneLayout::Even(8, settings.ranks));
   const int64_t count = settings.bytes / static_cast<int64_t>(sizeof(float));
-  const auto own = SubtreesOf(comm->lanes().begin[comm->rank()],
-                              comm->lanes().begin[comm->rank() + 1]);
+  const auto own =
+      SubtreesOf(comm->lanes().begin[comm->rank()], comm->lanes().begin[comm->rank() + 1]);
   std::vector<float> roots(own.size() * count);
   std::vector<float> out(count);
   std::vector<double> micros;
@@ -114,8 +114,12 @@ class RankProcess {
 
   void RunTcp() const {
     const auto listener = TcpListener::Listen("127.0.0.1", 0).value();
-    TcpGroup group{.epoch = 1, .rank = rank_, .peers = {}, .join_deadline = Soon(),
-                   .spin_us = settings_.spin_us, .stop = {}};
+    TcpGroup group{.epoch = 1,
+                   .rank = rank_,
+                   .peers = {},
+                   .join_deadline = Soon(),
+                   .spin_us = settings_.spin_us,
+                   .stop = {}};
     for (const uint16_t port : TradePorts(listener->port())) {
       group.peers.push_back({"127.0.0.1", port});
     }

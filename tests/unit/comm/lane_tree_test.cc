@@ -78,9 +78,9 @@ TEST(LaneLayoutTest, SplitsEvenlyWithTheLargerSharesFirst) {
 TEST(LaneLayoutTest, RefusesALayoutThatDoesNotCutTheLanesIntoRanks) {
   EXPECT_TRUE((LaneLayout{8, {0, 3, 8}}.Validate().ok()));
   for (const LaneLayout& bad :
-       {LaneLayout{6, {0, 6}}, LaneLayout{0, {0, 0}}, LaneLayout{2048, {0, 2048}}, LaneLayout{8, {}},
-        LaneLayout{8, {0}}, LaneLayout{8, {0, 4}}, LaneLayout{8, {1, 8}}, LaneLayout{8, {0, 4, 4, 8}},
-        LaneLayout{8, {0, 6, 4, 8}}}) {
+       {LaneLayout{6, {0, 6}}, LaneLayout{0, {0, 0}}, LaneLayout{2048, {0, 2048}},
+        LaneLayout{8, {}}, LaneLayout{8, {0}}, LaneLayout{8, {0, 4}}, LaneLayout{8, {1, 8}},
+        LaneLayout{8, {0, 4, 4, 8}}, LaneLayout{8, {0, 6, 4, 8}}}) {
     EXPECT_EQ(bad.Validate().code(), StatusCode::kInvalidArgument) << bad.Validate();
   }
 }

@@ -1,6 +1,6 @@
-// Goal: a group forms from exactly its own ranks: strays, silent callers and other epochs take no slot,
-// and who is missing is said in words.
-// Method: real listeners on loopback; the callers that do not belong are plain Asio sockets.
+// Goal: a group forms from exactly its own ranks: strays, silent callers and other epochs take no
+// slot, and who is missing is said in words. Method: real listeners on loopback; the callers that
+// do not belong are plain Asio sockets.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -68,13 +68,14 @@ TEST(TcpJoinTest, StrayAndSilentConnectionsDoNotDisturbTheJoin) {
 TEST(TcpJoinTest, EveryMissingRankIsListedWithItsAddressAndWhy) {
   TcpListeners listeners(4);
   const uint16_t closed_port = listeners.addresses[0].port;
-  listeners.listeners[0].reset();  // nobody listens there; rank 2 listens, but does not join; 3 is silent
+  listeners.listeners[0]
+      .reset();  // nobody listens there; rank 2 listens, but does not join; 3 is silent
   std::jthread other([&] { (void)Join(listeners, 2, 1, milliseconds(300)); });
   const Status status = Join(listeners, 1, 1, milliseconds(300));
   EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded);
   EXPECT_THAT(status.message(), HasSubstr("rank 1/4 epoch 1: 2 of 3 peers missing"));
-  EXPECT_THAT(status.message(), HasSubstr(StrCat("rank 0 (127.0.0.1:", closed_port,
-                                                 "): Connection refused")));
+  EXPECT_THAT(status.message(),
+              HasSubstr(StrCat("rank 0 (127.0.0.1:", closed_port, "): Connection refused")));
   EXPECT_THAT(status.message(), HasSubstr("): it has not called"));
   EXPECT_THAT(status.message(), Not(HasSubstr("rank 2 (")));
 }

@@ -18,8 +18,8 @@ TEST(TcpTransportTest, ARankThatLeavesTellsItsPeersTheFirstCause) {
   std::vector<std::byte> data(100);
   const RecvOp from_silent{2, data};
   std::jthread rank1([&] {
-    const Status status = transports[1]->Exchange(1, {}, {&from_silent, 1},
-                                                  now + std::chrono::milliseconds(200));
+    const Status status =
+        transports[1]->Exchange(1, {}, {&from_silent, 1}, now + std::chrono::milliseconds(200));
     EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded) << status;
   });
   std::vector<std::byte> other(100);

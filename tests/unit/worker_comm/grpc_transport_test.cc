@@ -27,8 +27,8 @@ Status Join(GrpcNodes& nodes, int rank, uint64_t epoch, milliseconds patience) {
 class Stranger {
  public:
   Stranger(const std::string& address, const v1::ExchangeFrame* first)
-      : stub_(v1::Worker::NewStub(
-            grpc::CreateChannel(address, grpc::InsecureChannelCredentials()))),
+      : stub_(
+            v1::Worker::NewStub(grpc::CreateChannel(address, grpc::InsecureChannelCredentials()))),
         stream_(stub_->Exchange(&context_)) {
     if (first != nullptr) stream_->Write(*first);
   }
