@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
+#include <numeric>
 
 #include "engine/kernels/compressor.h"
 #include "engine/kernels/indexer.h"
 #include "engine/kernels/norm.h"
 #include "engine/kernels/rope.h"
+#include "engine/kernels/row_grain.h"
 
 namespace ds4 {
 
@@ -22,7 +23,8 @@ AttentionLayer::AttentionLayer(const RankContext& context)
           {config_.yarn_factor, config_.yarn_original_context, config_.yarn_beta_fast,
            config_.yarn_beta_slow})),
       group_activations_(context.plan->groups.size()),
-      lane_activations_(context.plan->lanes.size()) {}
+      lane_activations_(context.plan->lanes.size()),
+      num_roots_(context.num_roots()) {}
 
 void AttentionLayer::SetBatch(const Batch& batch) {
   rows_ = static_cast<int64_t>(batch.size());
@@ -74,7 +76,8 @@ void AttentionLayer::Project(const LayerConfig& layer, const AttentionTensors& w
                              NeedsQuantized(indexer.proj) ||
                              NeedsQuantized(indexer.compressor.kv) ||
                              NeedsQuantized(indexer.compressor.gate), pool);
-  std::vector<MatMulJob> jobs;
+  std::vector<MatMulJob>& jobs = jobs_;
+  jobs.clear();
   const auto project = [&](const Matrix& matrix, const ActivationView& from, Scratch<float>& to) {
     jobs.push_back({matrix.view(), from, to.Get(rows_ * matrix.rows()), matrix.rows(), false});
   };
@@ -124,55 +127,79 @@ void AttentionLayer::StoreWindow(const AttentionTensors& weights,
 
 void AttentionLayer::StoreAllCompressed(const LayerConfig& layer, const AttentionTensors& weights,
                                         const std::vector<LayerState*>& states) {
+  // The rows that close a window, and the rotation of the compressed row each one makes: that of the
+  // window's first token.
+  closing_.clear();
+  closing_positions_.clear();
   for (int64_t t = 0; t < rows_; ++t) {
-    StoreCompressed(layer, weights.compressor, comp_values_.Get(0), comp_gates_.Get(0),
-                    config_.head_dim, t, states[t]->compressor);
-    if (layer.attention == AttentionKind::kCompressed) {
-      StoreCompressed(layer, weights.indexer.compressor, index_values_.Get(0), index_gates_.Get(0),
-                      config_.index_head_dim, t, states[t]->indexer);
-    }
+    if ((positions_[t] + 1) % layer.compress_ratio != 0) continue;
+    closing_.push_back(t);
+    closing_positions_.push_back(positions_[t] + 1 - layer.compress_ratio);
+  }
+  const int64_t count = static_cast<int64_t>(closing_.size()) * (config_.rope_dim / 2);
+  RopeAngles(closing_positions_, yarn_frequencies_, row_cos_.Get(count), row_sin_.Get(count));
+  StoreCompressed(layer, weights.compressor, comp_values_.Get(0), comp_gates_.Get(0), states,
+                  &LayerState::compressor);
+  if (layer.attention == AttentionKind::kCompressed) {
+    StoreCompressed(layer, weights.indexer.compressor, index_values_.Get(0), index_gates_.Get(0),
+                    states, &LayerState::indexer);
   }
 }
 
-// Keeps row t's projections; when it closes its window, pools, norms and turns the new row (spec 2.7).
+// Keeps the rows' projections, then pools each window that one of them closes (spec 2.7). The rings
+// hold a whole batch beside what its first window reads, so all may be stored before any is pooled.
 void AttentionLayer::StoreCompressed(const LayerConfig& layer, const CompressorTensors& weights,
-                                     const float* values, const float* gates, int64_t dim,
-                                     int64_t row, CompressorState& state) {
-  const int64_t pos = positions_[row];
-  const int64_t ratio = layer.compress_ratio;
-  const int64_t width = state.values.width();
-  const float* ape = weights.ape.data() + pos % ratio * width;
-  std::copy_n(values + row * width, width, state.values.at(pos));
-  float* score = state.scores.at(pos);
-  for (int64_t d = 0; d < width; ++d) score[d] = gates[row * width + d] + ape[d];
-  if ((pos + 1) % ratio != 0) return;
+                                     const float* values, const float* gates,
+                                     const std::vector<LayerState*>& states,
+                                     CompressorState LayerState::*part) {
+  const int64_t width = (states[0]->*part).values.width();
+  ThreadPool& pool = *context_.pool;
+  pool.ParallelFor(rows_, MinParallelRows(2 * width), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      CompressorState& state = states[t]->*part;
+      const int64_t pos = positions_[t];
+      const float* ape = weights.ape.data() + pos % layer.compress_ratio * width;
+      std::copy_n(values + t * width, width, state.values.at(pos));
+      float* score = state.scores.at(pos);
+      for (int64_t d = 0; d < width; ++d) score[d] = gates[t * width + d] + ape[d];
+    }
+  });
+  // An exponential costs about as much as ten plain values.
+  const auto num_closing = static_cast<int64_t>(closing_.size());
+  const int64_t work = 10 * layer.compress_ratio * width;
+  pool.ParallelFor(num_closing, MinParallelRows(work), [&](int64_t begin, int64_t end) {
+    const int64_t pairs = config_.rope_dim / 2;
+    for (int64_t i = begin; i < end; ++i) {
+      PoolRow(layer, weights, positions_[closing_[i]], row_cos_.Get(0) + i * pairs,
+              row_sin_.Get(0) + i * pairs, states[closing_[i]]->*part);
+    }
+  });
+}
 
-  // Series a (first half) of the window before, then series b (second half) of this one; with no
-  // overlap there is one series and only this window.
+// Pools the window that ends at `pos`, norms and turns the new row: series a (first half) of the window
+// before, then series b (second half) of this one; with no overlap one series and only this window.
+void AttentionLayer::PoolRow(const LayerConfig& layer, const CompressorTensors& weights, int64_t pos,
+                             const float* cos, const float* sin, CompressorState& state) {
   const bool overlap = layer.attention == AttentionKind::kCompressed;
-  const int64_t first = pos + 1 - ratio;
-  std::vector<const float*> slots;
-  std::vector<const float*> slot_scores;
+  const int64_t first = pos + 1 - layer.compress_ratio;
+  thread_local std::vector<const float*> slots, slot_scores;  // keep their memory from call to call
+  slots.clear();
+  slot_scores.clear();
   if (overlap) {
-    for (int64_t p = first - ratio; p < first; ++p) {
+    for (int64_t p = first - layer.compress_ratio; p < first; ++p) {
       slots.push_back(p < 0 ? nullptr : state.values.at(p));
       slot_scores.push_back(p < 0 ? nullptr : state.scores.at(p));
     }
   }
-  const int64_t half = overlap ? dim : 0;
+  const int64_t half = overlap ? state.dim : 0;
   for (int64_t p = first; p <= pos; ++p) {
     slots.push_back(state.values.at(p) + half);
     slot_scores.push_back(state.scores.at(p) + half);
   }
-  float* out = state.row(pos / ratio);
-  PoolWindow(slots, slot_scores, dim, out);
-  RmsNorm(out, weights.norm.data(), 1, dim, config_.norm_eps, out, *context_.pool);
-  // A compressed row stands at the first token of its own window.
-  const int64_t pairs = config_.rope_dim / 2;
-  float* cos = row_cos_.Get(pairs);
-  float* sin = row_sin_.Get(pairs);
-  RopeAngles({&first, 1}, yarn_frequencies_, cos, sin);
-  ApplyRope(out, 1, 1, dim, pairs, cos, sin, false, *context_.pool);
+  float* out = state.row(pos / layer.compress_ratio);
+  PoolWindow(slots, slot_scores, state.dim, out);
+  RmsNorm(out, weights.norm.data(), 1, state.dim, config_.norm_eps, out, *context_.pool);
+  ApplyRope(out, 1, 1, state.dim, config_.rope_dim / 2, cos, sin, false, *context_.pool);
 }
 
 // The keys of each row in the order in which they are added: window from old to new, then compressed
@@ -181,34 +208,55 @@ void AttentionLayer::ListKeys(const LayerConfig& layer, const std::vector<LayerS
                               IndexPicks* picks) {
   if (static_cast<int64_t>(keys_.size()) < rows_) keys_.resize(rows_);
   if (picks != nullptr) picks->assign(rows_, {});
-  for (int64_t t = 0; t < rows_; ++t) {
-    KeyList& keys = keys_[t];
-    keys.clear();
-    const int64_t pos = positions_[t];
-    for (int64_t p = std::max<int64_t>(0, pos - config_.sliding_window + 1); p <= pos; ++p) {
-      keys.push_back(states[t]->window.at(p));
-    }
-    if (layer.attention == AttentionKind::kSliding) continue;
-    const int64_t visible = (pos + 1) / layer.compress_ratio;
-    const CompressorState& rows = states[t]->compressor;
-    if (layer.attention == AttentionKind::kHeavy || visible <= config_.index_top_k) {
-      for (int64_t w = 0; w < visible; ++w) keys.push_back(rows.row(w));
-      if (picks != nullptr) {
-        for (int64_t w = 0; w < visible; ++w) (*picks)[t].push_back(static_cast<int32_t>(w));
-      }
-      continue;
-    }
-    const int64_t heads = config_.num_index_heads;
-    const float scale = 1.0f / std::sqrt(static_cast<float>(config_.index_head_dim * heads));
-    float* scores = scores_.Get(visible);
-    IndexerScores(index_q_.Get(0) + t * heads * config_.index_head_dim,
-                  index_weights_.Get(0) + t * heads, heads, config_.index_head_dim,
-                  states[t]->indexer.row(0), visible, scale, scores);
-    int32_t* picked = picked_.Get(config_.index_top_k);
-    const int64_t count = TopKIndices(scores, visible, config_.index_top_k, picked);
-    for (int64_t i = 0; i < count; ++i) keys.push_back(rows.row(picked[i]));
-    if (picks != nullptr) (*picks)[t].assign(picked, picked + count);
+  const auto list = [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) ListRowKeys(layer, *states[t], t, picks);
+  };
+  // Few rows: each splits its scores over the threads instead (ChooseRows). Not through ParallelFor,
+  // inside which that would run on one thread.
+  if (rows_ < context_.pool->num_threads()) {
+    list(0, rows_);
+  } else {
+    context_.pool->ParallelFor(rows_, 2, list);
   }
+}
+
+void AttentionLayer::ListRowKeys(const LayerConfig& layer, LayerState& state, int64_t row,
+                                 IndexPicks* picks) {
+  KeyList& keys = keys_[row];
+  keys.clear();
+  const int64_t pos = positions_[row];
+  for (int64_t p = std::max<int64_t>(0, pos - config_.sliding_window + 1); p <= pos; ++p) {
+    keys.push_back(state.window.at(p));
+  }
+  if (layer.attention == AttentionKind::kSliding) return;
+  const int64_t visible = (pos + 1) / layer.compress_ratio;
+  thread_local std::vector<int32_t> picked;
+  if (layer.attention == AttentionKind::kHeavy || visible <= config_.index_top_k) {
+    picked.resize(visible);
+    std::iota(picked.begin(), picked.end(), 0);
+  } else {
+    picked.resize(config_.index_top_k);
+    picked.resize(ChooseRows(state, row, visible, picked.data()));
+  }
+  for (int32_t w : picked) keys.push_back(state.compressor.row(w));
+  if (picks != nullptr) (*picks)[row] = picked;
+}
+
+// The indexer's choice among the `visible` compressed rows, in rising order; returns how many.
+int64_t AttentionLayer::ChooseRows(LayerState& state, int64_t row, int64_t visible,
+                                   int32_t* picked) {
+  const int64_t heads = config_.num_index_heads;
+  const int64_t dim = config_.index_head_dim;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(dim * heads));
+  thread_local std::vector<float> row_scores;
+  row_scores.resize(visible);
+  // Not `row_scores` itself: in another thread that name is another vector.
+  float* scores = row_scores.data();
+  context_.pool->ParallelFor(visible, MinParallelRows(heads * dim), [&](int64_t begin, int64_t end) {
+    IndexerScores(index_q_.Get(0) + row * heads * dim, index_weights_.Get(0) + row * heads, heads,
+                  dim, state.indexer.row(begin), end - begin, scale, scores + begin);
+  });
+  return TopKIndices(scores, visible, config_.index_top_k, picked);
 }
 
 // Low-rank output per group, then one partial sum per lane, then the shared sum.
@@ -224,7 +272,8 @@ Status AttentionLayer::Output(const AttentionTensors& weights, float* out) {
   const float* attended = attended_.Get(0);
   float* low = lanes_in_.Get(lanes * rows_ * lane_in);
 
-  std::vector<MatMulJob> jobs;
+  std::vector<MatMulJob>& jobs = jobs_;
+  jobs.clear();
   for (int64_t g = 0; g < groups; ++g) {
     const ActivationView input =
         group_activations_[g].Make(attended + g * group_in, rows_, group_in,
@@ -245,8 +294,7 @@ Status AttentionLayer::Output(const AttentionTensors& weights, float* out) {
   MatMul(jobs, pool);
   const Range own = context_.plan->lanes;
   const int64_t count = rows_ * hidden;
-  const auto subtrees = SubtreesOf(static_cast<int>(own.begin), static_cast<int>(own.end));
-  const int64_t num_roots = static_cast<int64_t>(subtrees.size()) * count;
+  const int64_t num_roots = num_roots_ * count;
   float* roots = roots_.Get(num_roots);
   AddLanes(static_cast<int>(own.begin), static_cast<int>(own.end), partial, count, roots);
   return context_.comm->AllReduceLanes({roots, static_cast<size_t>(num_roots)},

@@ -29,12 +29,17 @@ class AttentionLayer {
  private:
   void Project(const LayerConfig& layer, const AttentionTensors& weights, const float* x);
   void StoreWindow(const AttentionTensors& weights, const std::vector<LayerState*>& states);
-  void StoreCompressed(const LayerConfig& layer, const CompressorTensors& weights, const float* values,
-                       const float* gates, int64_t dim, int64_t row,
-                       CompressorState& state);
   void StoreAllCompressed(const LayerConfig& layer, const AttentionTensors& weights,
                           const std::vector<LayerState*>& states);
+  // `part` names the compressor of a layer state: the main one or the indexer's.
+  void StoreCompressed(const LayerConfig& layer, const CompressorTensors& weights,
+                       const float* values, const float* gates,
+                       const std::vector<LayerState*>& states, CompressorState LayerState::*part);
+  void PoolRow(const LayerConfig& layer, const CompressorTensors& weights, int64_t pos,
+               const float* cos, const float* sin, CompressorState& state);
   void ListKeys(const LayerConfig& layer, const std::vector<LayerState*>& states, IndexPicks* picks);
+  void ListRowKeys(const LayerConfig& layer, LayerState& state, int64_t row, IndexPicks* picks);
+  int64_t ChooseRows(LayerState& state, int64_t row, int64_t visible, int32_t* picked);
   Status Output(const AttentionTensors& weights, float* out);
 
   const RankContext& context_;
@@ -52,10 +57,12 @@ class AttentionLayer {
 
   Activation x_activation_, qr_activation_;
   std::vector<Activation> group_activations_, lane_activations_;
+  int64_t num_roots_;  // vectors that this rank sends for a shared sum
   Scratch<float> normed_, q_low_, q_, kv_, comp_values_, comp_gates_, index_values_, index_gates_,
-      index_q_, index_weights_, scores_, attended_, lanes_in_, lanes_out_, roots_, row_cos_, row_sin_;
-  Scratch<int32_t> picked_;
+      index_q_, index_weights_, attended_, lanes_in_, lanes_out_, roots_, row_cos_, row_sin_;
   std::vector<KeyList> keys_;
+  std::vector<MatMulJob> jobs_;
+  std::vector<int64_t> closing_, closing_positions_;  // rows that complete a compressed row
 };
 
 }  // namespace ds4

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <numeric>
 
+#include "engine/base/check.h"
 #include "engine/kernels/math.h"
 #include "engine/kernels/norm.h"
+#include "engine/kernels/row_grain.h"
 #include "engine/kernels/swiglu.h"
 
 namespace ds4 {
@@ -20,7 +22,8 @@ MoeLayer::MoeLayer(const RankContext& context)
     : context_(context),
       config_(*context.config),
       expert_lanes_(context.plan->lanes.size()),
-      shared_lanes_(context.plan->lanes.size()) {}
+      shared_lanes_(context.plan->lanes.size()),
+      num_roots_(context.num_roots()) {}
 
 Status MoeLayer::Forward(const LayerConfig& layer, const MoeTensors& weights, const Batch& batch,
                          const float* x, float* out, ExpertPicks* picks) {
@@ -44,92 +47,109 @@ Status MoeLayer::Forward(const LayerConfig& layer, const MoeTensors& weights, co
 
   const Range own = context_.plan->lanes;
   const int64_t count = rows_ * hidden;
-  const auto subtrees = SubtreesOf(static_cast<int>(own.begin), static_cast<int>(own.end));
-  const int64_t num_roots = static_cast<int64_t>(subtrees.size()) * count;
+  const int64_t num_roots = num_roots_ * count;
   float* roots = roots_.Get(num_roots);
   AddLanes(static_cast<int>(own.begin), static_cast<int>(own.end), lanes_.Get(0), count, roots);
   return context_.comm->AllReduceLanes({roots, static_cast<size_t>(num_roots)},
                                        {out, static_cast<size_t>(count)});
 }
 
-void MoeLayer::ChooseByScore(const MoeTensors& weights, const float* scores,
-                             std::vector<int32_t>& ids) {
+void MoeLayer::ChooseByScore(const MoeTensors& weights, const float* scores, int32_t* ids) const {
   const int64_t num_experts = config_.num_experts;
-  order_.resize(num_experts);
-  for (int64_t e = 0; e < num_experts; ++e) order_[e] = static_cast<int32_t>(e);
+  thread_local std::vector<int32_t> order;  // keeps its memory from call to call
+  order.resize(num_experts);
+  std::iota(order.begin(), order.end(), 0);
   // The bias chooses only; the lower id wins ties.
   const auto better = [&](int32_t a, int32_t b) {
     const float sa = scores[a] + weights.bias[a];
     const float sb = scores[b] + weights.bias[b];
     return sa > sb || (sa == sb && a < b);
   };
-  std::partial_sort(order_.begin(), order_.begin() + config_.num_experts_used, order_.end(), better);
-  ids.assign(order_.begin(), order_.begin() + config_.num_experts_used);
+  std::partial_sort(order.begin(), order.begin() + config_.num_experts_used, order.end(), better);
+  std::copy_n(order.begin(), config_.num_experts_used, ids);
+}
+
+// One row's experts by rising id, with their weights. logits becomes the row's scores.
+void MoeLayer::RouteRow(const LayerConfig& layer, const MoeTensors& weights, int32_t token,
+                        int32_t row, float* logits, Pair* pairs) const {
+  const int64_t used = config_.num_experts_used;
+  float* scores = logits;
+  for (int64_t e = 0; e < config_.num_experts; ++e) scores[e] = std::sqrt(Softplus(logits[e]));
+  thread_local std::vector<int32_t> ids;
+  ids.resize(used);
+  if (layer.router == RouterKind::kHash) {
+    std::copy_n(weights.hash_ids.data() + int64_t{token} * used, used, ids.data());
+  } else {
+    ChooseByScore(weights, scores, ids.data());
+  }
+  std::sort(ids.begin(), ids.end());
+  float sum = 0.0f;
+  for (int32_t id : ids) sum += scores[id];
+  for (int64_t i = 0; i < used; ++i) {
+    pairs[i] = {ids[i], row, scores[ids[i]] / (sum + 1e-20f) * config_.expert_weights_scale};
+  }
 }
 
 void MoeLayer::Route(const LayerConfig& layer, const MoeTensors& weights, const Batch& batch,
-                     const float* logits) {
+                     float* logits) {
   const int64_t used = config_.num_experts_used;
   const int64_t num_experts = config_.num_experts;
-  pairs_.clear();
-  float* scores = scores_.Get(num_experts);
-  for (int64_t t = 0; t < rows_; ++t) {
-    for (int64_t e = 0; e < num_experts; ++e) {
-      scores[e] = std::sqrt(Softplus(logits[t * num_experts + e]));
-    }
-    if (layer.router == RouterKind::kHash) {
-      const int32_t* row = weights.hash_ids.data() + int64_t{batch[t].token} * used;
-      ids_.assign(row, row + used);
-    } else {
-      ChooseByScore(weights, scores, ids_);
-    }
-    std::sort(ids_.begin(), ids_.end());
-    float sum = 0.0f;
-    for (int32_t id : ids_) sum += scores[id];
-    for (int32_t id : ids_) {
-      const float weight = scores[id] / (sum + 1e-20f) * config_.expert_weights_scale;
-      pairs_.push_back({id, static_cast<int32_t>(t), weight});
-    }
-  }
-  // By expert, rows in order within one.
-  std::stable_sort(pairs_.begin(), pairs_.end(),
-                   [](const Pair& a, const Pair& b) { return a.expert < b.expert; });
-  row_pairs_.resize(pairs_.size());
-  std::vector<int32_t>& next = order_;
-  next.assign(rows_, 0);
-  groups_.clear();
-  for (size_t p = 0; p < pairs_.size(); ++p) {
-    const Pair& pair = pairs_[p];
-    row_pairs_[pair.row * used + next[pair.row]++] = static_cast<int32_t>(p);
-    if (groups_.empty() || groups_.back().expert != pair.expert) {
-      groups_.push_back({pair.expert, static_cast<int64_t>(p), 0});
-    }
-    ++groups_.back().count;
-  }
+  routed_.resize(rows_ * used);
+  // Logarithm, exponential and the sort: some twenty plain values each.
+  context_.pool->ParallelFor(rows_, MinParallelRows(20 * num_experts),
+                             [&](int64_t begin, int64_t end) {
+                               for (int64_t t = begin; t < end; ++t) {
+                                 RouteRow(layer, weights, batch[t].token, static_cast<int32_t>(t),
+                                          logits + t * num_experts, routed_.data() + t * used);
+                               }
+                             });
+  GroupByExpert();
 }
 
-// The input rows of all pairs, in pair order; bits are copied, not computed again.
-ActivationView MoeLayer::Gather(const ActivationView& rows) {
+// Sorts the pairs by expert, rows in order within one, by counting.
+void MoeLayer::GroupByExpert() {
+  const int64_t used = config_.num_experts_used;
+  next_.assign(config_.num_experts, 0);
+  for (const Pair& pair : routed_) ++next_[pair.expert];
+  groups_.clear();
+  int64_t begin = 0;
+  for (int64_t e = 0; e < config_.num_experts; ++e) {
+    const int64_t count = next_[e];
+    next_[e] = begin;
+    if (count > 0) groups_.push_back({static_cast<int32_t>(e), begin, count});
+    begin += count;
+  }
+  pairs_.resize(routed_.size());
+  row_pairs_.resize(routed_.size());
+  for (size_t i = 0; i < routed_.size(); ++i) {
+    // A row's experts rise, so its places in row_pairs_ are already in the order of addition.
+    const int64_t p = next_[routed_[i].expert]++;
+    pairs_[p] = routed_[i];
+    row_pairs_[i] = static_cast<int32_t>(p);
+  }
+  DCHECK(static_cast<int64_t>(pairs_.size()) == rows_ * used);
+}
+
+// The input rows of all pairs in the form that experts read, in pair order; bits are copied, not
+// computed again.
+ActivationView MoeLayer::Gather(const ActivationView& rows, bool need_f32) {
   const int64_t num_pairs = static_cast<int64_t>(pairs_.size());
   const int64_t hidden = config_.hidden_dim;
-  ActivationView view{num_pairs, hidden, nullptr, hidden, nullptr, nullptr};
-  if (rows.q != nullptr) {
-    const int64_t blocks = hidden / 32;
-    int8_t* q = gathered_q_.Get(num_pairs * hidden);
-    float* scale = gathered_scale_.Get(num_pairs * blocks);
-    for (int64_t p = 0; p < num_pairs; ++p) {
-      std::copy_n(rows.q + pairs_[p].row * hidden, hidden, q + p * hidden);
-      std::copy_n(rows.scale + pairs_[p].row * blocks, blocks, scale + p * blocks);
+  const int64_t blocks = hidden / 32;
+  const bool need_q = rows.q != nullptr;
+  float* f32 = need_f32 ? gathered_.Get(num_pairs * hidden) : nullptr;
+  int8_t* q = need_q ? gathered_q_.Get(num_pairs * hidden) : nullptr;
+  float* scale = need_q ? gathered_scale_.Get(num_pairs * blocks) : nullptr;
+  context_.pool->ParallelFor(num_pairs, MinParallelRows(hidden), [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const int64_t row = pairs_[p].row;
+      if (need_f32) std::copy_n(rows.f32 + row * rows.f32_stride, hidden, f32 + p * hidden);
+      if (!need_q) continue;
+      std::copy_n(rows.q + row * hidden, hidden, q + p * hidden);
+      std::copy_n(rows.scale + row * blocks, blocks, scale + p * blocks);
     }
-    view.q = q;
-    view.scale = scale;
-  }
-  float* f32 = gathered_.Get(num_pairs * hidden);
-  for (int64_t p = 0; p < num_pairs; ++p) {
-    std::copy_n(rows.f32 + pairs_[p].row * rows.f32_stride, hidden, f32 + p * hidden);
-  }
-  view.f32 = f32;
-  return view;
+  });
+  return {num_pairs, hidden, f32, hidden, q, scale};
 }
 
 // Hidden activations of the chosen experts, [pairs, local_ffn], and of the shared one.
@@ -141,13 +161,15 @@ void MoeLayer::GateAndUp(const LayerConfig& layer, const MoeTensors& weights, co
   const bool quantized = NeedsQuantized(weights.gate) || NeedsQuantized(weights.up) ||
                          NeedsQuantized(weights.shared_gate) || NeedsQuantized(weights.shared_up);
   const ActivationView rows = input_.Make(normed, rows_, hidden, hidden, quantized, pool);
-  const ActivationView gathered = Gather(rows);
+  const bool need_f32 = !NeedsQuantized(weights.gate) || !NeedsQuantized(weights.up);
+  const ActivationView gathered = Gather(rows, need_f32);
 
   float* gate = gate_.Get(num_pairs * ffn);
   float* up = up_.Get(num_pairs * ffn);
   float* shared_gate = shared_gate_.Get(rows_ * ffn);
   float* shared_up = shared_up_.Get(rows_ * ffn);
-  std::vector<MatMulJob> jobs;
+  std::vector<MatMulJob>& jobs = jobs_;
+  jobs.clear();
   jobs.push_back({weights.shared_gate.view(), rows, shared_gate, ffn, false});
   jobs.push_back({weights.shared_up.view(), rows, shared_up, ffn, false});
   for (const Group& group : groups_) {
@@ -180,7 +202,8 @@ void MoeLayer::Down(const MoeTensors& weights) {
   const int64_t lanes_at_once = num_lanes * num_pairs * hidden <= kAllLanesLimit ? num_lanes : 1;
   float* outputs = expert_out_.Get(lanes_at_once * num_pairs * hidden);
 
-  std::vector<MatMulJob> jobs;
+  std::vector<MatMulJob>& jobs = jobs_;
+  jobs.clear();
   for (int64_t first = 0; first < num_lanes; first += lanes_at_once) {
     jobs.clear();
     for (int64_t lane = first; lane < first + lanes_at_once; ++lane) {

@@ -31,18 +31,22 @@ class MoeLayer {
     float weight = 0.0f;
   };
 
-  void Route(const LayerConfig& layer, const MoeTensors& weights, const Batch& batch,
-             const float* logits);
-  void ChooseByScore(const MoeTensors& weights, const float* scores, std::vector<int32_t>& ids);
+  // Fills pairs_, row_pairs_ and groups_ from the router's logits, which become scores.
+  void Route(const LayerConfig& layer, const MoeTensors& weights, const Batch& batch, float* logits);
+  void RouteRow(const LayerConfig& layer, const MoeTensors& weights, int32_t token, int32_t row,
+                float* logits, Pair* pairs) const;
+  void ChooseByScore(const MoeTensors& weights, const float* scores, int32_t* ids) const;
+  void GroupByExpert();
   void GateAndUp(const LayerConfig& layer, const MoeTensors& weights, const float* normed);
   void Down(const MoeTensors& weights);
-  ActivationView Gather(const ActivationView& rows);
+  ActivationView Gather(const ActivationView& rows, bool need_f32);
 
   const RankContext& context_;
   const ModelConfig& config_;
   int64_t rows_ = 0;
-  std::vector<Pair> pairs_;
-  std::vector<int32_t> ids_, order_;
+  std::vector<Pair> routed_;  // [rows, used], by rising expert within a row
+  std::vector<Pair> pairs_;   // the same by expert
+  std::vector<int64_t> next_;
   // Pairs of row t, by rising expert: row_pairs_[t * used + i] indexes pairs_.
   std::vector<int32_t> row_pairs_;
   struct Group {
@@ -52,11 +56,13 @@ class MoeLayer {
   };
   std::vector<Group> groups_;
 
+  std::vector<MatMulJob> jobs_;
   Activation input_;
   std::vector<Activation> expert_lanes_, shared_lanes_;
-  Scratch<float> normed_, logits_, scores_, gathered_, gathered_scale_, gate_, up_, shared_gate_,
+  Scratch<float> normed_, logits_, gathered_, gathered_scale_, gate_, up_, shared_gate_,
       shared_up_, weights_, expert_out_, lanes_, roots_;
   Scratch<int8_t> gathered_q_;
+  int64_t num_roots_;  // vectors that this rank sends for a shared sum
 };
 
 }  // namespace ds4

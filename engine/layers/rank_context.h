@@ -19,6 +19,13 @@ struct RankContext {
   const Weights* weights = nullptr;
   Communicator* comm = nullptr;
   ThreadPool* pool = nullptr;
+
+  // Subtree roots of this rank's lanes: vectors that it sends for each shared sum.
+  int64_t num_roots() const {
+    return static_cast<int64_t>(SubtreesOf(static_cast<int>(plan->lanes.begin),
+                                           static_cast<int>(plan->lanes.end))
+                                    .size());
+  }
 };
 
 // One row of a forward pass: a token of some session at its position. Rows of one session stand in
