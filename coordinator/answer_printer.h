@@ -12,7 +12,8 @@ namespace ds4 {
 
 class AnswerPrinter {
  public:
-  // All outlive this. end_think: the token that ends the reasoning, or -1 when the answer starts at once.
+  // All outlive this. end_think: the token that ends the reasoning, or -1 when the answer starts at
+  // once.
   AnswerPrinter(const Tokenizer& tokenizer, Console* console, int32_t end_think)
       : decoder_(tokenizer), console_(console), end_think_(end_think), reasoning_(end_think >= 0) {}
 

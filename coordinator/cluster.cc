@@ -12,25 +12,23 @@ namespace {
 
 // Between two attempts to reach a worker that is not there (yet).
 constexpr milliseconds kRetryEvery{200};
-// After the first failure of a step the other ranks get this long to say what they saw: they know the
-// layer, while a broken stream knows nothing.
+// After the first failure of a step the other ranks get this long to say what they saw: they know
+// the layer, while a broken stream knows nothing.
 constexpr milliseconds kGrace{1500};
 constexpr milliseconds kReplyLimit{10000};  // for small commands outside of steps
 
-// Ranks notice a silent peer after `timeout`; we wait a little longer, so that their error, which names
-// the layer, is here before ours.
+// Ranks notice a silent peer after `timeout`; we wait a little longer, so that their error, which
+// names the layer, is here before ours.
 milliseconds WithSlack(milliseconds timeout) { return timeout + timeout / 10 + kGrace; }
 
 std::string Seconds(milliseconds time) {
   return StrCat(Fixed(static_cast<double>(time.count()) / 1000.0, 1), " s");
 }
 
-bool IsRetryable(const Status& why) {
-  return why.ok() || why.code() == StatusCode::kUnavailable;
-}
+bool IsRetryable(const Status& why) { return why.ok() || why.code() == StatusCode::kUnavailable; }
 
-// How much an error tells about the cause: an error that a rank reports about a peer or a layer beats
-// the mere end of a stream, and that one beats ranks that only heard of the failure.
+// How much an error tells about the cause: an error that a rank reports about a peer or a layer
+// beats the mere end of a stream, and that one beats ranks that only heard of the failure.
 int Telling(const Status& failure, bool stream_ended) {
   if (failure.message().find("layer") != std::string::npos) return 3;
   if (stream_ended) return 2;
@@ -43,8 +41,8 @@ int Telling(const Status& failure, bool stream_ended) {
 struct Cluster::Joining {
   struct State {
     bool joined = false;
-    bool refused = false;   // final: trying again would not help
-    Status last;            // why the last attempt failed
+    bool refused = false;  // final: trying again would not help
+    Status last;           // why the last attempt failed
     std::optional<TimePoint> retry_at;
   };
   std::vector<State> states;
@@ -115,8 +113,8 @@ Status Cluster::Join(TimePoint deadline) {
   queue_ = std::make_unique<EventQueue>();
   ASSIGN_OR_RETURN(const std::vector<std::string> addresses, source_->EnsureRunning(deadline));
   if (static_cast<int>(addresses.size()) != world_size()) {
-    return InternalError(StrCat("the plan has ", world_size(), " ranks, there are ",
-                                addresses.size(), " workers"));
+    return InternalError(
+        StrCat("the plan has ", world_size(), " ranks, there are ", addresses.size(), " workers"));
   }
   ranks_.resize(addresses.size());
   members_.assign(addresses.size(), {});
@@ -171,14 +169,13 @@ Status Cluster::MissingReport(const Joining& joining) const {
     const Joining::State& state = joining.states[rank];
     if (state.joined) continue;
     const std::string more = source_->WhyGone(rank);
-    const std::string why = !more.empty() ? more
-                            : state.last.ok()
-                                ? StrCat("no answer to the hello within ",
-                                         Seconds(options_.join_timeout))
-                                : state.last.message();
-    const StatusCode code = state.refused       ? state.last.code()
-                            : state.last.ok()   ? StatusCode::kDeadlineExceeded
-                                                : StatusCode::kUnavailable;
+    const std::string why =
+        !more.empty()     ? more
+        : state.last.ok() ? StrCat("no answer to the hello within ", Seconds(options_.join_timeout))
+                          : state.last.message();
+    const StatusCode code = state.refused     ? state.last.code()
+                            : state.last.ok() ? StatusCode::kDeadlineExceeded
+                                              : StatusCode::kUnavailable;
     missing.push_back(Status(code, StrCat(RankName(rank, ranks_[rank].address), ": ", why)));
     // A worker of ours that is silent is of no use to the next attempt either.
     if (!state.refused) source_->Suspect(rank);
@@ -228,21 +225,21 @@ Status Cluster::FormGroup() {
     *command.mutable_form_group() = GroupOf(rank);
     return command;
   });
-  return AwaitAll("forming the group", options_.join_timeout + kGrace,
-                  [this](int rank, const v1::Event& event) {
-                    if (event.has_load_progress()) {
-                      const v1::LoadProgress& load = event.load_progress();
-                      observer_->OnLoading(rank, load.bytes_done(), load.bytes_total());
-                      return Verdict::kProgress;
-                    }
-                    const v1::GroupReady& ready = event.group_ready();
-                    if (!event.has_group_ready() || ready.epoch() != epoch_ ||
-                        ready.rank() != rank) {
-                      return Verdict::kWrong;
-                    }
-                    observer_->OnReady(rank, ready);
-                    return Verdict::kAnswer;
-                  });
+  return AwaitAll(
+      "forming the group", options_.join_timeout + kGrace,
+      [this](int rank, const v1::Event& event) {
+        if (event.has_load_progress()) {
+          const v1::LoadProgress& load = event.load_progress();
+          observer_->OnLoading(rank, load.bytes_done(), load.bytes_total());
+          return Verdict::kProgress;
+        }
+        const v1::GroupReady& ready = event.group_ready();
+        if (!event.has_group_ready() || ready.epoch() != epoch_ || ready.rank() != rank) {
+          return Verdict::kWrong;
+        }
+        observer_->OnReady(rank, ready);
+        return Verdict::kAnswer;
+      });
 }
 
 Status Cluster::OpenSession() {
@@ -284,8 +281,8 @@ void Cluster::HandleEvent(const RankEvent& event, const std::string& what, const
     r.ended = true;
     // An error that came before says more than the end of the stream.
     if (r.failure.ok()) {
-      r.failure = UnavailableError(StrCat("the connection is lost",
-                                          event.why.ok() ? "" : ": " + event.why.message()));
+      r.failure = UnavailableError(
+          StrCat("the connection is lost", event.why.ok() ? "" : ": " + event.why.message()));
     }
     return;
   }
@@ -341,11 +338,11 @@ Status Cluster::FailureReport(const std::string& what, milliseconds waited) {
       lines.push_back({Telling(r.failure, r.ended), Status(r.failure.code(), std::move(text))});
     } else if (!r.answered) {
       source_->Suspect(rank);
-      lines.push_back({failed ? 1 : 2,
-                       DeadlineExceededError(StrCat(
-                           who, failed ? ": has not answered either"
-                                       : StrCat(": no progress for ", Seconds(waited),
-                                                "; --timeout-ms sets the limit")))});
+      lines.push_back(
+          {failed ? 1 : 2,
+           DeadlineExceededError(StrCat(who, failed ? ": has not answered either"
+                                                    : StrCat(": no progress for ", Seconds(waited),
+                                                             "; --timeout-ms sets the limit")))});
     }
   }
   std::stable_sort(lines.begin(), lines.end(),
@@ -353,6 +350,18 @@ Status Cluster::FailureReport(const std::string& what, milliseconds waited) {
   std::vector<Status> errors;
   for (Line& line : lines) errors.push_back(std::move(line.status));
   return Combine(StrCat("epoch ", epoch_, ", ", what), errors);
+}
+
+Status Cluster::CompareStates(const std::vector<std::vector<uint64_t>>& hashes) const {
+  for (int rank = 0; rank < world_size(); ++rank) {
+    if (!hashes[rank].empty() && hashes[rank] == hashes[0]) continue;
+    return InternalError(StrCat("epoch ", epoch_, ", step ", sequence_, ": the state of ",
+                                RankName(rank, ranks_[rank].address), " has hash ",
+                                hashes[rank].empty() ? 0 : hashes[rank][0], ", that of rank 0 ",
+                                hashes[0].empty() ? 0 : hashes[0][0],
+                                "; the ranks have computed different things"));
+  }
+  return OkStatus();
 }
 
 Status Cluster::Break(Status why) {
@@ -379,11 +388,11 @@ Result<StepResult> Cluster::RunStep(StepPlan plan, const TokenCallback& on_token
   }
   plan.sequence = ++sequence_;
   v1::Command command;
-  EncodeStep(plan, epoch_, plan.Digest(), false, command.mutable_step());
+  EncodeStep(plan, epoch_, plan.Digest(), options_.check_state, command.mutable_step());
   SendAll([&command](int) { return command; });
 
   StepResult result;
-  Status bad;
+  std::vector<std::vector<uint64_t>> hashes(world_size());
   const auto take = [&](int rank, const v1::Event& event) {
     if (rank == 0 && event.has_token() && event.token().sequence() == plan.sequence) {
       Result<TokenOutput> token = DecodeToken(event.token(), std::ssize(plan.parts));
@@ -395,14 +404,15 @@ Result<StepResult> Cluster::RunStep(StepPlan plan, const TokenCallback& on_token
     if (!event.has_step_done()) return Verdict::kWrong;
     Result<DecodedStepDone> done = DecodeStepDone(event.step_done(), plan);
     if (!done.ok()) return Verdict::kWrong;
+    hashes[rank] = std::move(done->state_hash);
     if (rank == 0) {
       done->result.tokens = std::move(result.tokens);
       result = std::move(done->result);
     }
     return Verdict::kAnswer;
   };
-  const Status status =
-      AwaitAll(StrCat("step ", plan.sequence), WithSlack(options_.timeout), take);
+  Status status = AwaitAll(StrCat("step ", plan.sequence), WithSlack(options_.timeout), take);
+  if (status.ok() && options_.check_state) status = CompareStates(hashes);
   if (!status.ok()) return Break(status);
   return result;
 }

@@ -1,4 +1,5 @@
-// One group of workers as seen from here: joining, forming, running steps, breaking, and forming anew.
+// One group of workers as seen from here: joining, forming, running steps, breaking, and forming
+// anew.
 //
 //   Form:    hello to all at once -> compare -> FormGroup(epoch) -> GroupReady -> OpenSession
 //   RunStep: the same plan to all ranks -> tokens from rank 0, StepDone from all
@@ -25,6 +26,7 @@ struct ClusterOptions {
   int64_t preferred_context = 4096;  // when requirements.context is 0
   int64_t vocab_size = 0;            // token ids from rank 0 are checked against it
   std::string transport = "tcp";     // "tcp" or "grpc"
+  bool check_state = false;          // compare a hash of the ranks' state after each step
   milliseconds timeout{10000};       // of every wait for progress inside a step
   milliseconds join_timeout{10000};
 };
@@ -44,8 +46,8 @@ class Cluster final : public StepRunner {
  public:
   static constexpr uint64_t kSessionId = 1;
 
-  // `source` and `observer` outlive this. `first_epoch` must be above that of any earlier group of these
-  // workers; each later group gets a higher one.
+  // `source` and `observer` outlive this. `first_epoch` must be above that of any earlier group of
+  // these workers; each later group gets a higher one.
   Cluster(ClusterOptions options, WorkerSource* source, RankClientFactory make_client,
           ClusterObserver* observer, uint64_t first_epoch);
   ~Cluster() override;
@@ -53,21 +55,21 @@ class Cluster final : public StepRunner {
   // While this returns true, waits end with kCancelled; asked about every 50 ms.
   void set_stop(std::function<bool()> stop) { stop_ = std::move(stop); }
 
-  // Forms a group, after ending the present one if there is one. Takes at most the join limit to hear
-  // from all workers, then as long as loading makes progress. Errors: kUnavailable, kDeadlineExceeded
-  // list every worker that is missing and why; kFailedPrecondition, kInvalidArgument every worker that
-  // does not fit; kCancelled.
+  // Forms a group, after ending the present one if there is one. Takes at most the join limit to
+  // hear from all workers, then as long as loading makes progress. Errors: kUnavailable,
+  // kDeadlineExceeded list every worker that is missing and why; kFailedPrecondition,
+  // kInvalidArgument every worker that does not fit; kCancelled.
   Status Form();
   bool formed() const { return formed_; }
-  // Looks, without waiting, whether a worker was lost since the last step; if so the group is broken and
-  // this says why.
+  // Looks, without waiting, whether a worker was lost since the last step; if so the group is
+  // broken and this says why.
   Status CheckAlive();
   // Of the group; valid once Form has succeeded.
   int64_t context() const { return context_; }
   uint64_t epoch() const { return epoch_; }
 
-  // `plan.sequence` is set here. Errors break the group and name rank, address and, when a rank could
-  // tell it, the layer.
+  // `plan.sequence` is set here. Errors break the group and name rank, address and, when a rank
+  // could tell it, the layer.
   Result<StepResult> RunStep(StepPlan plan, const TokenCallback& on_token) override;
 
   // Ends the group and all streams.
@@ -101,6 +103,7 @@ class Cluster final : public StepRunner {
   bool AnyFailed() const;
   void HandleEvent(const RankEvent& event, const std::string& what, const Take& take,
                    bool* progress);
+  Status CompareStates(const std::vector<std::vector<uint64_t>>& hashes) const;
   Status FailureReport(const std::string& what, milliseconds waited);
   Status Break(Status why);
 
@@ -116,7 +119,7 @@ class Cluster final : public StepRunner {
   std::vector<Rank> ranks_;  // their clients push into *queue_
   std::vector<Member> members_;
   bool formed_ = false;
-  Status broken_;            // why, when a formed group broke
+  Status broken_;  // why, when a formed group broke
   uint64_t epoch_;
   uint64_t sequence_ = 0;
   int64_t context_ = 0;

@@ -74,9 +74,8 @@ void ProgressBars::Update(int index, int64_t done, int64_t total) {
 std::string ProgressBars::Bar(int index) const {
   if (total_[index] == 0) return labels_[index];
   const std::string count =
-      unit_ == "bytes"
-          ? StrCat(HumanBytes(done_[index]), " of ", HumanBytes(total_[index]))
-          : StrCat(done_[index], " of ", total_[index], " ", unit_);
+      unit_ == "bytes" ? StrCat(HumanBytes(done_[index]), " of ", HumanBytes(total_[index]))
+                       : StrCat(done_[index], " of ", total_[index], " ", unit_);
   const int room = console_->columns() - static_cast<int>(labels_[index].size() + count.size()) - 5;
   const int cells = std::clamp(room, 0, kBarCells);
   std::string line = labels_[index];

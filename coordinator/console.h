@@ -18,10 +18,10 @@ class Console {
   bool is_terminal() const { return is_terminal_; }
   int columns() const;
 
-  void Line(const std::string& text);    // plain
-  void Note(const std::string& text);    // dim: statistics, what is going on
-  void Error(const std::string& text);   // "error: text", red
-  void Write(const std::string& raw);    // as it is, no newline added
+  void Line(const std::string& text);   // plain
+  void Note(const std::string& text);   // dim: statistics, what is going on
+  void Error(const std::string& text);  // "error: text", red
+  void Write(const std::string& raw);   // as it is, no newline added
   std::string Dim(const std::string& text) const { return Paint("2", text); }
 
  private:
@@ -32,8 +32,8 @@ class Console {
   bool colour_;
 };
 
-// One bar for each label, redrawn in place. On a pipe it draws nothing: callers print one line at the
-// end instead.
+// One bar for each label, redrawn in place. On a pipe it draws nothing: callers print one line at
+// the end instead.
 class ProgressBars {
  public:
   // `console` outlives this. unit: what done and total count ("tokens"); "bytes" prints as MiB.

@@ -39,8 +39,8 @@ void FormProgress::OnReady(int rank, const v1::GroupReady& ready) {
   load_seconds_ = std::max(load_seconds_, ready.load_seconds());
   if (++num_ready_ < static_cast<int>(members_.size())) return;
   bars_.reset();
-  console_->Note(StrCat(num_ready_, num_ready_ == 1 ? " rank" : " ranks", " ready: ",
-                        HumanBytes(weight_bytes_), " of weights loaded in ",
+  console_->Note(StrCat(num_ready_, num_ready_ == 1 ? " rank" : " ranks",
+                        " ready: ", HumanBytes(weight_bytes_), " of weights loaded in ",
                         Fixed(load_seconds_, 2), " s"));
 }
 

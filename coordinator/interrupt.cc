@@ -9,7 +9,8 @@ namespace ds4 {
 namespace {
 
 std::atomic<int> pending_signal{0};
-static_assert(std::atomic<int>::is_always_lock_free, "the handler may only touch lock-free atomics");
+static_assert(std::atomic<int>::is_always_lock_free,
+              "the handler may only touch lock-free atomics");
 
 void OnSignal(int signal) {
   if (pending_signal.exchange(signal) != 0) _exit(128 + signal);

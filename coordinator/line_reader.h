@@ -10,8 +10,8 @@ namespace ds4 {
 class LineReader {
  public:
   explicit LineReader(int fd) : fd_(fd) {}
-  // The next line without its newline; nothing at the end of input or when `stop` says so (asked about
-  // every 100 ms). A last line without a newline counts.
+  // The next line without its newline; nothing at the end of input or when `stop` says so (asked
+  // about every 100 ms). A last line without a newline counts.
   std::optional<std::string> Next(const std::function<bool()>& stop);
   bool at_end() const { return at_end_ && buffer_.empty(); }
 

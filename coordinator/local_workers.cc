@@ -28,7 +28,8 @@ namespace fs = std::filesystem;
 
 constexpr milliseconds kPollEvery{5};
 constexpr milliseconds kExitGrace{3000};
-constexpr milliseconds kReapGrace{200};  // a stream breaks a little before its process can be reaped
+constexpr milliseconds kReapGrace{
+    200};  // a stream breaks a little before its process can be reaped
 constexpr size_t kLogTailBytes = 1000;
 
 std::string Errno(const std::string& what) { return StrCat(what, ": ", strerror(errno)); }
@@ -67,8 +68,8 @@ class SpawnSettings {
     posix_spawnattr_setsigmask(&attributes, &mask);
     // A group of its own: Ctrl-C on the terminal is for us, not for the workers.
     posix_spawnattr_setpgroup(&attributes, 0);
-    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETSIGMASK |
-                                              POSIX_SPAWN_SETPGROUP);
+    posix_spawnattr_setflags(
+        &attributes, POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETPGROUP);
   }
   ~SpawnSettings() {
     posix_spawn_file_actions_destroy(&actions);
@@ -86,7 +87,8 @@ std::string EndText(pid_t pid, int wait_status) {
   return StrCat("process ", pid, " exited with code ", WEXITSTATUS(wait_status));
 }
 
-// The control port in a port file ("4711 4712\n": control and data), or nothing when it is not there.
+// The control port in a port file ("4711 4712\n": control and data), or nothing when it is not
+// there.
 std::optional<int> ReadPort(const std::string& path) {
   std::ifstream file(path);
   int port = 0;
@@ -148,11 +150,18 @@ Status LocalWorkers::Start(int rank) {
                                      O_WRONLY | O_CREAT | O_TRUNC, 0600);
     posix_spawn_file_actions_adddup2(&settings.actions, STDOUT_FILENO, STDERR_FILENO);
   }
-  std::vector<std::string> args = {options_.binary,  "--listen",  "127.0.0.1:0",
-                                   "--model",        options_.model_path,
-                                   "--threads",      StrCat(options_.threads),
-                                   "--port-file",    port_file,  "--exit-with-parent"};
+  std::vector<std::string> args = {options_.binary,
+                                   "--listen",
+                                   "127.0.0.1:0",
+                                   "--model",
+                                   options_.model_path,
+                                   "--threads",
+                                   StrCat(options_.threads),
+                                   "--port-file",
+                                   port_file,
+                                   "--exit-with-parent"};
   if (options_.context > 0) args.insert(args.end(), {"--ctx", StrCat(options_.context)});
+  if (options_.max_rows > 0) args.insert(args.end(), {"--max-rows", StrCat(options_.max_rows)});
   std::vector<char*> argv;
   for (std::string& arg : args) argv.push_back(arg.data());
   argv.push_back(nullptr);
@@ -191,7 +200,8 @@ bool LocalWorkers::Reap(int rank) {
   } while (ended < 0 && errno == EINTR);
   if (ended == 0) return false;
   std::string why = EndText(child.pid, wait_status);
-  // A worker that was killed had no time for last words; what it logged before says nothing about it.
+  // A worker that was killed had no time for last words; what it logged before says nothing about
+  // it.
   if (const std::string tail = LogTail(rank); WIFEXITED(wait_status) && !tail.empty()) {
     why += "; its last messages: " + tail;
   }
@@ -226,7 +236,8 @@ Status LocalWorkers::AwaitPort(int rank, TimePoint deadline) {
       return OkStatus();
     }
     if (Reap(rank)) {
-      return UnavailableError(StrCat("local worker ", rank, " did not come up: ", child.last_words));
+      return UnavailableError(
+          StrCat("local worker ", rank, " did not come up: ", child.last_words));
     }
     if (Now() >= deadline) {
       return DeadlineExceededError(

@@ -1,9 +1,10 @@
-// Starts ds4-worker processes on this host and makes sure that none outlives us: each holds the read
-// end of a pipe as its stdin and exits when the pipe breaks, even if we are killed.
+// Starts ds4-worker processes on this host and makes sure that none outlives us: each holds the
+// read end of a pipe as its stdin and exits when the pipe breaks, even if we are killed.
 #pragma once
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -16,14 +17,15 @@ struct LocalWorkerOptions {
   std::string binary;
   std::string model_path;
   int count = 1;
-  int threads = 1;        // of each
-  int64_t context = 0;    // their --ctx; 0: the worker's own default
-  bool verbose = false;   // their messages go to our stderr; otherwise to a file that WhyGone quotes
+  int threads = 1;       // of each
+  int64_t context = 0;   // their --ctx; 0: the worker's own default
+  int64_t max_rows = 0;  // their --max-rows; 0: the worker's own default
+  bool verbose = false;  // their messages go to our stderr; otherwise to a file that WhyGone quotes
   std::function<void(const std::string&)> on_started = [](const std::string&) {};  // one line each
 };
 
-// The worker binary: `given`, or ds4-worker in the folder of `program` (argv[0], looked up in PATH when
-// it has no slash). kNotFound names what was tried.
+// The worker binary: `given`, or ds4-worker in the folder of `program` (argv[0], looked up in PATH
+// when it has no slash). kNotFound names what was tried.
 Result<std::string> FindWorkerBinary(const std::string& given, const std::string& program);
 
 class LocalWorkers final : public WorkerSource {
@@ -41,9 +43,9 @@ class LocalWorkers final : public WorkerSource {
 
  private:
   struct Child {
-    pid_t pid = -1;          // -1: not running
-    int stdin_fd = -1;       // our end of its stdin
-    std::string address;     // empty until its port is known
+    pid_t pid = -1;       // -1: not running
+    int stdin_fd = -1;    // our end of its stdin
+    std::string address;  // empty until its port is known
     bool suspect = false;
     std::string last_words;  // why the last process of this rank ended
   };
@@ -51,7 +53,7 @@ class LocalWorkers final : public WorkerSource {
   Status MakeFolder();
   Status Start(int rank);
   Status AwaitPort(int rank, TimePoint deadline);
-  bool Reap(int rank);            // true: the process has ended; says why in last_words
+  bool Reap(int rank);  // true: the process has ended; says why in last_words
   void Kill(int rank);
   void Ended(int rank, std::string why);
   void EndAll();

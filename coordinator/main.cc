@@ -1,5 +1,5 @@
-// ds4-coordinator, in the order in which it happens. Exit codes: 0 fine, 2 bad usage, 128 + signal when
-// a signal ended it, 1 anything else.
+// ds4-coordinator, in the order in which it happens. Exit codes: 0 fine, 2 bad usage, 128 + signal
+// when a signal ended it, 1 anything else.
 #include <unistd.h>
 
 #include <algorithm>
@@ -28,8 +28,8 @@ constexpr int64_t kPerplexityContext = 1024;
 // The most that the context can be: what --ctx says, or the default before the workers' limits.
 Result<int64_t> LargestContext(const Options& options, const ModelConfig& config) {
   if (options.context > config.context_length) {
-    return InvalidArgumentError(StrCat("--ctx ", options.context, " is more than the model's ",
-                                       config.context_length));
+    return InvalidArgumentError(
+        StrCat("--ctx ", options.context, " is more than the model's ", config.context_length));
   }
   if (options.context > 0) return options.context;
   const int64_t preferred =
@@ -47,8 +47,10 @@ Result<std::unique_ptr<WorkerSource>> MakeSource(const Options& options, int64_t
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   local.threads = std::max(1, cores / options.local);
   local.context = context;
+  local.max_rows = options.chunk;
   local.verbose = options.verbose;
-  if (options.verbose) local.on_started = [console](const std::string& text) { console->Note(text); };
+  if (options.verbose)
+    local.on_started = [console](const std::string& text) { console->Note(text); };
   return std::unique_ptr<WorkerSource>(new LocalWorkers(std::move(local)));
 }
 
@@ -65,13 +67,14 @@ Result<ClusterOptions> MakeClusterOptions(const Options& options, const Model& m
   cluster.requirements.batch_rows = options.chunk;
   cluster.vocab_size = model.config.vocab_size;
   cluster.transport = options.transport == "auto" ? "tcp" : options.transport;
+  cluster.check_state = options.check_state;
   cluster.timeout = options.timeout;
   cluster.join_timeout = options.join_timeout;
   return cluster;
 }
 
-// Rises from one coordinator to the next, so that a connection of an earlier group is never taken for
-// one of ours.
+// Rises from one coordinator to the next, so that a connection of an earlier group is never taken
+// for one of ours.
 uint64_t FirstEpoch() {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::seconds>(now).count());

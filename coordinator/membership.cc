@@ -10,8 +10,8 @@ namespace {
 
 Status CheckValues(const std::string& who, const v1::HelloReply& hello) {
   if (hello.max_context() < 1) {
-    return InvalidArgumentError(StrCat(who, ": says its context limit is ", hello.max_context(),
-                                       ", must be at least 1"));
+    return InvalidArgumentError(
+        StrCat(who, ": says its context limit is ", hello.max_context(), ", must be at least 1"));
   }
   if (hello.data_port() > 65535) {
     return InvalidArgumentError(
@@ -38,17 +38,17 @@ Status CheckMember(int rank, const Member& member, const Requirements& requireme
   const std::string who = RankName(rank, member.address);
   const v1::HelloReply& hello = member.hello;
   if (hello.protocol_version() != kProtocolVersion) {
-    return FailedPreconditionError(StrCat(
-        who, ": speaks protocol version ", hello.protocol_version(), " (build ", hello.build(),
-        "), this coordinator version ", kProtocolVersion, " (build ", BuildVersion(),
-        "); use the same release on all machines"));
+    return FailedPreconditionError(
+        StrCat(who, ": speaks protocol version ", hello.protocol_version(), " (build ",
+               hello.build(), "), this coordinator version ", kProtocolVersion, " (build ",
+               BuildVersion(), "); use the same release on all machines"));
   }
   RETURN_IF_ERROR(CheckValues(who, hello));
   if (hello.model_digest() != requirements.model_digest) {
-    return FailedPreconditionError(
-        StrCat(who, ": has other model bytes: ", hello.model_path(), " has digest ",
-               hello.model_digest(), ", our ", requirements.model_path, " has ",
-               requirements.model_digest, "; give all the same file"));
+    return FailedPreconditionError(StrCat(who, ": has other model bytes: ", hello.model_path(),
+                                          " has digest ", hello.model_digest(), ", our ",
+                                          requirements.model_path, " has ",
+                                          requirements.model_digest, "; give all the same file"));
   }
   if (requirements.context > hello.max_context()) {
     return InvalidArgumentError(StrCat(who, ": its context limit is ", hello.max_context(),
@@ -56,10 +56,9 @@ Status CheckMember(int rank, const Member& member, const Requirements& requireme
                                        "; lower --ctx or start the worker with a larger one"));
   }
   if (requirements.batch_rows > hello.max_batch_rows()) {
-    return InvalidArgumentError(StrCat(who, ": runs at most ", hello.max_batch_rows(),
-                                       " rows in one step, --chunk asks for ",
-                                       requirements.batch_rows,
-                                       "; lower --chunk or start the worker with more --max-rows"));
+    return InvalidArgumentError(StrCat(
+        who, ": runs at most ", hello.max_batch_rows(), " rows in one step, --chunk asks for ",
+        requirements.batch_rows, "; lower --chunk or start the worker with more --max-rows"));
   }
   return OkStatus();
 }

@@ -33,8 +33,8 @@ Result<std::unique_ptr<Tokenizer>> OpenTokenizer(const Model& model) {
 Result<ShardPlan> PlanShards(const Model& model, int num_ranks) {
   const int num_lanes = model.config.num_lanes;
   if (num_ranks < 1 || num_ranks > num_lanes) {
-    return InvalidArgumentError(StrCat("this model can be split over 1 to ", num_lanes,
-                                       " ranks, asked for ", num_ranks));
+    return InvalidArgumentError(
+        StrCat("this model can be split over 1 to ", num_lanes, " ranks, asked for ", num_ranks));
   }
   return MakeShardPlan(model.config, *model.file, LaneLayout::Even(num_lanes, num_ranks));
 }
@@ -44,8 +44,8 @@ Result<std::string> ReadTextFile(const std::string& path) {
   const auto size = std::filesystem::file_size(path, error);
   if (error) return NotFoundError(StrCat("cannot read ", path, ": ", error.message()));
   if (static_cast<int64_t>(size) > kMaxTextBytes) {
-    return ResourceExhaustedError(StrCat(path, " has ", size, " bytes, the limit is ",
-                                         kMaxTextBytes));
+    return ResourceExhaustedError(
+        StrCat(path, " has ", size, " bytes, the limit is ", kMaxTextBytes));
   }
   std::string text(size, '\0');
   std::ifstream file(path, std::ios::binary);

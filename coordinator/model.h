@@ -1,5 +1,5 @@
-// The model file as the coordinator needs it: its directory, its hyper-parameters, its tokeniser. The
-// weights are the workers' business.
+// The model file as the coordinator needs it: its directory, its hyper-parameters, its tokeniser.
+// The weights are the workers' business.
 #pragma once
 
 #include <memory>

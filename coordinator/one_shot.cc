@@ -26,7 +26,8 @@ Result<std::vector<int32_t>> PromptTokens(const Options& options, const Tokenize
   }
   if (options.raw) return TextAfterBos(text, tokenizer);
   if (text.empty()) {
-    return InvalidArgumentError(StrCat(options.prompt_file, " is empty; --raw starts from nothing"));
+    return InvalidArgumentError(
+        StrCat(options.prompt_file, " is empty; --raw starts from nothing"));
   }
   return Conversation(tokenizer, options.system, options.think).PromptFor(text);
 }

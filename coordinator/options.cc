@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include "engine/base/strings.h"
@@ -26,7 +27,8 @@ void AddClusterOptions(CLI::App& app, Options& o) {
   app.add_option("--worker-binary", o.worker_binary,
                  "with --local: the program to start (default: ds4-worker beside this one)")
       ->type_name("FILE");
-  app.add_option("--transport", o.transport, "how ranks exchange data: auto, tcp or grpc")
+  app.add_option("--transport", o.transport,
+                 "how ranks exchange data: tcp, grpc, or auto, which is tcp")
       ->check(CLI::IsMember({"auto", "tcp", "grpc"}))
       ->capture_default_str();
 }
@@ -36,10 +38,11 @@ void AddTaskOptions(CLI::App& app, Options& o) {
       ->type_name("TEXT");
   app.add_option("--prompt-file", o.prompt_file, "the same, with the text of a file")
       ->type_name("FILE");
-  app.add_option("--perplexity-file", o.perplexity_file,
-                 "mean negative log-likelihood of a file's tokens and its exponential, in windows of "
-                 "--ctx tokens (default here: the smaller of 1024 and the model's) of which the "
-                 "first 32 are not scored")
+  app.add_option(
+         "--perplexity-file", o.perplexity_file,
+         "mean negative log-likelihood of a file's tokens and its exponential, in windows of "
+         "--ctx tokens (default here: the smaller of 1024 and the model's) of which the "
+         "first 32 are not scored")
       ->type_name("FILE");
   app.add_flag("--dry-run", o.dry_run,
                "print what each rank would hold and read; contacts no worker and loads nothing");
@@ -70,16 +73,18 @@ void AddAnswerOptions(CLI::App& app, Options& o) {
       ->check(CLI::Range(0.0f, 1.0f))
       ->type_name("P")
       ->capture_default_str();
-  app.add_option("--seed", o.sampling.seed, "the same seed gives the same text on any number of ranks")
+  app.add_option("--seed", o.sampling.seed,
+                 "the same seed gives the same text on any number of ranks")
       ->type_name("N")
       ->capture_default_str();
   app.add_flag("--ignore-eos", o.ignore_eos, "go on to --max-tokens even after the end token");
 }
 
 void AddLimitOptions(CLI::App& app, Options& o, int64_t& timeout_ms, int64_t& join_timeout_ms) {
-  app.add_option("--ctx", o.context,
-                 "context: tokens of prompt and answer together (default: the smallest of 4096, the "
-                 "model's and the workers')")
+  app.add_option(
+         "--ctx", o.context,
+         "context: tokens of prompt and answer together (default: the smallest of 4096, the "
+         "model's and the workers')")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 30))
       ->type_name("N");
   app.add_option("--chunk", o.chunk, "prompt tokens run in one step")
@@ -101,14 +106,14 @@ Status CheckTogether(const Options& o) {
   const int sources = (o.workers.empty() ? 0 : 1) + (o.local > 0 ? 1 : 0) + (o.ranks > 0 ? 1 : 0);
   if (o.ranks > 0 && !o.dry_run) return InvalidArgumentError("--ranks is for --dry-run only");
   if (sources != 1) {
-    return InvalidArgumentError(
-        StrCat("give exactly one of --workers and --local", o.dry_run ? " and --ranks" : "",
-               "; got ", sources));
+    return InvalidArgumentError(StrCat("give exactly one of --workers and --local",
+                                       o.dry_run ? " and --ranks" : "", "; got ", sources));
   }
   const int tasks = (o.has_prompt ? 1 : 0) + (o.prompt_file.empty() ? 0 : 1) +
                     (o.perplexity_file.empty() ? 0 : 1);
   if (tasks > 1) {
-    return InvalidArgumentError("give at most one of --prompt, --prompt-file and --perplexity-file");
+    return InvalidArgumentError(
+        "give at most one of --prompt, --prompt-file and --perplexity-file");
   }
   if (o.has_prompt && o.prompt.empty() && !o.raw) {
     return InvalidArgumentError("--prompt is empty; give a text, or --raw to start from nothing");
@@ -118,6 +123,10 @@ Status CheckTogether(const Options& o) {
   }
   if (o.raw && o.interactive()) {
     return InvalidArgumentError("--raw needs --prompt or --prompt-file; the chat has a format");
+  }
+  const SamplingParams& s = o.sampling;
+  if (!std::isfinite(s.temperature) || !std::isfinite(s.top_p) || !std::isfinite(s.min_p)) {
+    return InvalidArgumentError("--temperature, --top-p and --min-p must be finite numbers");
   }
   if (static_cast<int>(o.workers.size()) > kMaxRanks) {
     return InvalidArgumentError(
@@ -138,7 +147,8 @@ Status CheckAddresses(const std::vector<std::string>& workers) {
           StrCat("--workers: '", address, "' is not host:port with a port from 1 to 65535"));
     }
     if (!seen.insert(address).second) {
-      return InvalidArgumentError(StrCat("--workers: ", address, " stands there twice; every rank "
+      return InvalidArgumentError(StrCat("--workers: ", address,
+                                         " stands there twice; every rank "
                                          "needs its own worker"));
     }
   }
@@ -146,7 +156,8 @@ Status CheckAddresses(const std::vector<std::string>& workers) {
 }
 
 ParsedOptions UsageError(const std::string& message) {
-  return {.run = false, .exit_code = kUsageError,
+  return {.run = false,
+          .exit_code = kUsageError,
           .text = StrCat("error: ", message, "\nds4-coordinator --help lists the options.\n"),
           .options = {}};
 }
@@ -165,16 +176,21 @@ ParsedOptions ParseOptions(int argc, const char* const* argv) {
   int64_t join_timeout_ms = o.join_timeout.count();
   CLI::App app("Answers prompts with a DeepSeek V4 class model that is split over several workers.",
                "ds4-coordinator");
-  app.set_version_flag("--version", StrCat("ds4-coordinator ", BuildVersion(), ", protocol ",
-                                           kProtocolVersion));
+  app.set_version_flag("--version",
+                       StrCat("ds4-coordinator ", BuildVersion(), ", protocol ", kProtocolVersion));
   AddClusterOptions(app, o);
   AddTaskOptions(app, o);
   AddAnswerOptions(app, o);
   AddLimitOptions(app, o, timeout_ms, join_timeout_ms);
   app.add_flag("--stats,!--no-stats", o.stats, "print tokens/s after the answer (default)");
+  app.add_flag(
+      "--check-state", o.check_state,
+      "compare a hash of all ranks' state after each step: slow, finds a rank that computes "
+      "something else");
   app.add_flag("--verbose", o.verbose, "show the workers' own messages too");
-  app.footer("Answer text goes to stdout, everything else to stderr. Exit code: 0 fine, 2 bad usage, "
-             "130 interrupted, 1 anything else.");
+  app.footer(
+      "Answer text goes to stdout, everything else to stderr. Exit code: 0 fine, 2 bad usage, "
+      "130 interrupted, 1 anything else.");
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {

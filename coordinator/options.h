@@ -14,7 +14,7 @@ namespace ds4 {
 inline constexpr int kMaxRanks = 64;
 
 struct Options {
-  std::string program;          // argv[0]: the worker binary is looked for beside it
+  std::string program;  // argv[0]: the worker binary is looked for beside it
 
   // The cluster: exactly one of `workers` and `local`; `--dry-run` takes `ranks` instead as well.
   std::string model_path;
@@ -32,25 +32,30 @@ struct Options {
   bool dry_run = false;
 
   // The prompt.
-  bool raw = false;       // no chat format: the text itself after BOS
-  std::string system;     // system text of the chat format
-  bool think = false;     // ask for reasoning
+  bool raw = false;    // no chat format: the text itself after BOS
+  std::string system;  // system text of the chat format
+  bool think = false;  // ask for reasoning
 
   // The answer.
   int64_t max_tokens = 256;  // 1.. ; a default that does not fit is cut to the context
   bool max_tokens_given = false;
-  SamplingParams sampling;   // temperature 0 by default: greedy
+  SamplingParams sampling;  // temperature 0 by default: greedy
   bool ignore_eos = false;
 
   // Limits.
-  int64_t context = 0;       // tokens; 0: chosen by ChooseContext
-  int64_t chunk = 256;       // prefill rows of one step, 1..4096
+  int64_t context = 0;                            // tokens; 0: chosen by ChooseContext
+  int64_t chunk = 256;                            // prefill rows of one step, 1..4096
   std::chrono::milliseconds timeout{10000};       // a step without progress, 100 ms..1 h
   std::chrono::milliseconds join_timeout{10000};  // until all workers have joined, 100 ms..1 h
 
   // What is shown.
   bool stats = true;
-  bool verbose = false;      // workers' own messages too
+  bool verbose = false;  // workers' own messages too
+#ifdef NDEBUG
+  bool check_state = false;  // compare a hash of all ranks' state after each step
+#else
+  bool check_state = true;
+#endif
 
   bool interactive() const {
     return !has_prompt && prompt_file.empty() && perplexity_file.empty() && !dry_run;
@@ -61,8 +66,8 @@ struct Options {
 // What the command line asks for: run with `options`, or print `text` and exit.
 struct ParsedOptions {
   bool run = false;
-  int exit_code = 0;      // when not run: 0 for --help and --version, 2 for bad usage
-  std::string text;       // when not run: what to print (stdout for 0, stderr otherwise)
+  int exit_code = 0;  // when not run: 0 for --help and --version, 2 for bad usage
+  std::string text;   // when not run: what to print (stdout for 0, stderr otherwise)
   Options options;
 };
 

@@ -14,8 +14,8 @@ struct Sum {
   int64_t count = 0;
 };
 
-// Rows [begin, end) of a window: row i sees tokens 0..i and is scored on token i + 1, unless that one
-// belongs to the seed.
+// Rows [begin, end) of a window: row i sees tokens 0..i and is scored on token i + 1, unless that
+// one belongs to the seed.
 StepPlan PlanRows(uint64_t session_id, const int32_t* window, int64_t begin, int64_t end) {
   StepPlan plan;
   StepPart& part = plan.parts.emplace_back();

@@ -1,5 +1,5 @@
-// How well the model foretells a text: consecutive windows, each from position 0; the first tokens of
-// each are seed only.
+// How well the model foretells a text: consecutive windows, each from position 0; the first tokens
+// of each are seed only.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +25,10 @@ struct PerplexityCallbacks {
   std::function<bool()> interrupted = [] { return false; };  // asked between steps
 };
 
-// tokens: the whole text, BOS first. window: tokens, more than kSeedTokens; chunk: rows of one step.
-// A last window that is not longer than the seed is left out. The sum is in float64 in the order of
-// the text, so equal scores give an equal result to the last digit.
-// kInvalidArgument: nothing to score; kCancelled: interrupted; errors of the runner.
+// tokens: the whole text, BOS first. window: tokens, more than kSeedTokens; chunk: rows of one
+// step. A last window that is not longer than the seed is left out. The sum is in float64 in the
+// order of the text, so equal scores give an equal result to the last digit. kInvalidArgument:
+// nothing to score; kCancelled: interrupted; errors of the runner.
 Result<PerplexityResult> MeasurePerplexity(StepRunner* runner, uint64_t session_id,
                                            const std::vector<int32_t>& tokens, int64_t window,
                                            int64_t chunk, const PerplexityCallbacks& callbacks);

@@ -32,13 +32,13 @@ int64_t AnswerLimit(const Options& options, int64_t prompt_tokens, int64_t conte
 
 std::string StatsText(const GenerateStats& stats, int num_ranks) {
   const int64_t run = stats.prompt_tokens - stats.reused_tokens;
-  std::string text = StrCat("prefill: ", run, " tokens in ", Fixed(stats.prefill_seconds, 3), " s (",
-                            PerSecond(run, stats.prefill_seconds), ")");
+  std::string text = StrCat("prefill: ", run, " tokens in ", Fixed(stats.prefill_seconds, 3),
+                            " s (", PerSecond(run, stats.prefill_seconds), ")");
   if (stats.reused_tokens > 0) text += StrCat(", ", stats.reused_tokens, " reused");
   if (stats.decoded_tokens > 0) {
-    text += StrCat("; decode: ", stats.decoded_tokens, " tokens in ",
-                   Fixed(stats.decode_seconds, 3), " s (",
-                   PerSecond(stats.decoded_tokens, stats.decode_seconds), ")");
+    text +=
+        StrCat("; decode: ", stats.decoded_tokens, " tokens in ", Fixed(stats.decode_seconds, 3),
+               " s (", PerSecond(stats.decoded_tokens, stats.decode_seconds), ")");
   }
   const double seconds = stats.prefill_seconds + stats.decode_seconds;
   if (num_ranks > 1 && seconds > 0) {
@@ -74,7 +74,8 @@ Result<ShownAnswer> ShowAnswer(const Parts& parts, TextSession* session,
   if (!printer.ok()) return UnavailableError("stdout takes no more text");
   if (parts.options.stats) {
     if (answer->reason == StopReason::kMaxTokens) {
-      parts.console.Note(StrCat("stopped after ", max_tokens, " tokens; --max-tokens and --ctx set "
+      parts.console.Note(StrCat("stopped after ", max_tokens,
+                                " tokens; --max-tokens and --ctx set "
                                 "the limit"));
     }
     if (!parts.options.interactive()) parts.console.Write(parts.shard_table);

@@ -13,7 +13,8 @@ using TokenCallback = std::function<void(const TokenOutput&)>;
 class StepRunner {
  public:
   virtual ~StepRunner() = default;
-  // Runs one step on all ranks. `on_token` sees each token as soon as it is here; the result holds all.
+  // Runs one step on all ranks. `on_token` sees each token as soon as it is here; the result holds
+  // all.
   virtual Result<StepResult> RunStep(StepPlan plan, const TokenCallback& on_token) = 0;
 };
 

@@ -31,8 +31,8 @@ Result<std::vector<int32_t>> FileTokens(const Options& options, const Tokenizer&
 Status AnswerPrompt(const Parts& parts, const std::vector<int32_t>& prompt);
 // Prints mean NLL and perplexity of `tokens` to stdout.
 Status MeasureFile(const Parts& parts, const std::vector<int32_t>& tokens);
-// Reads messages from stdin until its end or /exit; a broken group is formed anew for the next message.
-// The status of the last answer, when stdin is no terminal.
+// Reads messages from stdin until its end or /exit; a broken group is formed anew for the next
+// message. The status of the last answer, when stdin is no terminal.
 Status Chat(const Parts& parts);
 
 }  // namespace ds4

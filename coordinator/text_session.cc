@@ -8,15 +8,16 @@
 namespace ds4 {
 namespace {
 
-// What a step must give: tokens at rising positions, as many as asked for unless the last one stops.
+// What a step must give: tokens at rising positions, as many as asked for unless the last one
+// stops.
 Status CheckTokens(const StepPlan& plan, const std::vector<TokenOutput>& tokens) {
   const StepPart& part = plan.parts[0];
   const int64_t first = part.pos + std::ssize(part.tokens);
   const int64_t wanted = part.sample ? 1 + plan.decode_steps : 0;
   for (int64_t i = 0; i < std::ssize(tokens); ++i) {
     if (tokens[i].pos != first + i) {
-      return InternalError(StrCat("rank 0 gave a token for position ", tokens[i].pos, ", expected ",
-                                  first + i));
+      return InternalError(
+          StrCat("rank 0 gave a token for position ", tokens[i].pos, ", expected ", first + i));
     }
   }
   const bool stopped = !tokens.empty() && tokens.back().is_stop;
@@ -57,10 +58,9 @@ StepPlan TextSession::PlanFor(std::vector<int32_t> tokens) const {
 
 Status TextSession::Step(StepPlan plan, const GenerateCallbacks& callbacks, Answer* answer) {
   const StepPlan sent = plan;
-  Result<StepResult> result = runner_->RunStep(
-      std::move(plan), [&](const TokenOutput& token) {
-        if (!token.is_stop) callbacks.on_token(token.token);
-      });
+  Result<StepResult> result = runner_->RunStep(std::move(plan), [&](const TokenOutput& token) {
+    if (!token.is_stop) callbacks.on_token(token.token);
+  });
   if (result.ok()) {
     if (Status status = CheckTokens(sent, result->tokens); !status.ok()) result = status;
   }

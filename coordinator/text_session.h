@@ -11,11 +11,11 @@
 namespace ds4 {
 
 struct GenerateOptions {
-  int64_t max_tokens = 256;         // exact, unless a stop id comes first
+  int64_t max_tokens = 256;  // exact, unless a stop id comes first
   SamplingParams sampling;
-  std::vector<int32_t> stop_ids;    // the answer ends with the first of them
-  int64_t chunk = 256;              // prompt rows of one step
-  int64_t burst = 8;                // tokens of one decode step
+  std::vector<int32_t> stop_ids;  // the answer ends with the first of them
+  int64_t chunk = 256;            // prompt rows of one step
+  int64_t burst = 8;              // tokens of one decode step
 };
 
 enum class StopReason { kStopToken, kMaxTokens, kInterrupted };
@@ -26,7 +26,7 @@ struct GenerateStats {
   double prefill_seconds = 0;  // until the first token is here
   int64_t decoded_tokens = 0;  // after the first
   double decode_seconds = 0;
-  double comm_seconds = 0;     // rank 0's share of both that it waited for its peers
+  double comm_seconds = 0;  // rank 0's share of both that it waited for its peers
 };
 
 struct Answer {
@@ -50,8 +50,8 @@ class TextSession {
   TextSession(StepRunner* runner, uint64_t session_id, int64_t context)
       : runner_(runner), session_id_(session_id), context_(context) {}
 
-  // Continues `prompt` (at least one token). kInvalidArgument, before anything runs: prompt and answer
-  // do not fit, with the numbers. Errors of the runner: the ranks hold nothing any more.
+  // Continues `prompt` (at least one token). kInvalidArgument, before anything runs: prompt and
+  // answer do not fit, with the numbers. Errors of the runner: the ranks hold nothing any more.
   Result<Answer> Generate(const std::vector<int32_t>& prompt, const GenerateOptions& options,
                           const GenerateCallbacks& callbacks);
 
@@ -67,8 +67,7 @@ class TextSession {
   int64_t Reusable(const std::vector<int32_t>& prompt) const;
   Status Prefill(const std::vector<int32_t>& prompt, const GenerateOptions& options,
                  const GenerateCallbacks& callbacks, Answer* answer);
-  Status Decode(const GenerateOptions& options, const GenerateCallbacks& callbacks,
-                Answer* answer);
+  Status Decode(const GenerateOptions& options, const GenerateCallbacks& callbacks, Answer* answer);
   Status Step(StepPlan plan, const GenerateCallbacks& callbacks, Answer* answer);
   StepPlan PlanFor(std::vector<int32_t> tokens) const;
 

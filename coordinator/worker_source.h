@@ -15,9 +15,11 @@ class WorkerSource {
   virtual ~WorkerSource() = default;
   // Addresses in rank order, after starting what can be started and does not run.
   virtual Result<std::vector<std::string>> EnsureRunning(TimePoint deadline) = 0;
-  // The rank broke its group: it is gone or says nothing. The next EnsureRunning replaces it if it can.
+  // The rank broke its group: it is gone or says nothing. The next EnsureRunning replaces it if it
+  // can.
   virtual void Suspect(int rank) = 0;
-  // What is known of a rank's end beyond its broken stream ("process 17 was killed by signal 9"), or "".
+  // What is known of a rank's end beyond its broken stream ("process 17 was killed by signal 9"),
+  // or "".
   virtual std::string WhyGone(int rank) = 0;
 };
 

@@ -1,5 +1,5 @@
-// What the cluster tests share: the binaries, the model, workers on free ports, and whole runs of the
-// coordinator.
+// What the cluster tests share: the binaries, the model, workers on free ports, and whole runs of
+// the coordinator.
 #pragma once
 
 #include <arpa/inet.h>
@@ -98,15 +98,22 @@ inline bool WaitUntilClosed(int port, milliseconds limit) {
 // A ds4-worker that the test started itself.
 class Worker {
  public:
-  explicit Worker(std::vector<std::string> more = {}, int port = 0, std::string model = ModelPath()) {
+  explicit Worker(std::vector<std::string> more = {}, int port = 0,
+                  std::string model = ModelPath()) {
     const std::string port_file = folder_.File("port");
-    std::vector<std::string> args = {Binary("ds4-worker"), "--model", std::move(model), "--listen",
-                                     "127.0.0.1:" + std::to_string(port), "--port-file", port_file,
-                                     "--threads", "1"};
+    std::vector<std::string> args = {Binary("ds4-worker"),
+                                     "--model",
+                                     std::move(model),
+                                     "--listen",
+                                     "127.0.0.1:" + std::to_string(port),
+                                     "--port-file",
+                                     port_file,
+                                     "--threads",
+                                     "1"};
     args.insert(args.end(), more.begin(), more.end());
     process_ = std::make_unique<Process>(std::move(args));
     const auto deadline = Clock::now() + seconds(20);
-    while (port_ == 0 && Clock::now() < deadline) {
+    while (port_ == 0 && Clock::now() < deadline && process_->Wait(milliseconds(0)) < 0) {
       std::ifstream(port_file) >> port_;
       std::this_thread::sleep_for(milliseconds(2));
     }
@@ -153,8 +160,9 @@ inline RunResult RunCoordinator(std::vector<std::string> more, milliseconds limi
 
 // A text of about `num_words` words that the model can read.
 inline std::string LongText(int num_words) {
-  static const char* const kWords[] = {"the", "little", "dog", "ran", "to", "a", "big",  "red",
-                                       "house", "and", "saw", "her", "friend", "sit", "by", "it."};
+  static const char* const kWords[] = {"the",    "little", "dog",   "ran", "to",  "a",
+                                       "big",    "red",    "house", "and", "saw", "her",
+                                       "friend", "sit",    "by",    "it."};
   std::ostringstream text;
   uint32_t state = 7;
   for (int i = 0; i < num_words; ++i) {

@@ -1,6 +1,6 @@
-// Goal: a worker that dies or falls silent costs one answer: the error names it, comes in time, nothing
-// hangs, and nothing is left behind.
-// Method: signals to real processes at known moments of a run.
+// Goal: a worker that dies or falls silent costs one answer: the error names it, comes in time,
+// nothing hangs, and nothing is left behind. Method: signals to real processes at known moments of
+// a run.
 #include "tests/cluster/cluster_fixture.h"
 
 namespace ds4 {
@@ -28,8 +28,8 @@ TEST(FailureTest, AWorkerKilledInMidAnswerIsNamedWithTheLayer) {
   EXPECT_EQ(coordinator.Wait(seconds(10)), 1);
   EXPECT_LT(Clock::now() - start, seconds(5));
   coordinator.err().WaitFor("error:", seconds(1));
-  EXPECT_THAT(coordinator.err().text(), AllOf(HasSubstr("rank 1"), HasSubstr(b.address()),
-                                              ContainsRegex("layer [0-9]+")));
+  EXPECT_THAT(coordinator.err().text(),
+              AllOf(HasSubstr("rank 1"), HasSubstr(b.address()), ContainsRegex("layer [0-9]+")));
 }
 
 TEST(FailureTest, RankZeroKilledInMidAnswerIsNamedToo) {
@@ -40,8 +40,8 @@ TEST(FailureTest, RankZeroKilledInMidAnswerIsNamedToo) {
   a.process().Signal(SIGKILL);
   EXPECT_EQ(coordinator.Wait(seconds(10)), 1);
   coordinator.err().WaitFor("error:", seconds(1));
-  EXPECT_THAT(coordinator.err().text(), AllOf(HasSubstr("rank 0"), HasSubstr(a.address()),
-                                              ContainsRegex("layer [0-9]+")));
+  EXPECT_THAT(coordinator.err().text(),
+              AllOf(HasSubstr("rank 0"), HasSubstr(a.address()), ContainsRegex("layer [0-9]+")));
 }
 
 TEST(FailureTest, AWorkerKilledInPrefillIsNamedWithTheLayer) {
@@ -57,14 +57,14 @@ TEST(FailureTest, AWorkerKilledInPrefillIsNamedWithTheLayer) {
   EXPECT_EQ(coordinator.Wait(seconds(10)), 1);
   EXPECT_EQ(coordinator.out().text(), "") << "the prefill had ended before the signal";
   coordinator.err().WaitFor("error:", seconds(1));
-  EXPECT_THAT(coordinator.err().text(), AllOf(HasSubstr("rank 1"), HasSubstr(b.address()),
-                                              ContainsRegex("layer [0-9]+")));
+  EXPECT_THAT(coordinator.err().text(),
+              AllOf(HasSubstr("rank 1"), HasSubstr(b.address()), ContainsRegex("layer [0-9]+")));
 }
 
 TEST(FailureTest, ASilentWorkerRunsIntoTheDeadlineAndIsNamed) {
   Worker a, b;
-  Process coordinator(CoordinatorArgs(With(
-      kLongAnswer, {"--workers", a.address() + "," + b.address(), "--timeout-ms", "1000"})));
+  Process coordinator(CoordinatorArgs(
+      With(kLongAnswer, {"--workers", a.address() + "," + b.address(), "--timeout-ms", "1000"})));
   ASSERT_TRUE(coordinator.out().WaitForSize(100, seconds(20))) << coordinator.err().text();
   const auto start = Clock::now();
   b.process().Signal(SIGSTOP);
@@ -73,8 +73,8 @@ TEST(FailureTest, ASilentWorkerRunsIntoTheDeadlineAndIsNamed) {
   EXPECT_LT(Clock::now() - start, seconds(6));
   coordinator.err().WaitFor("error:", seconds(1));
   EXPECT_THAT(coordinator.err().text(),
-              AllOf(HasSubstr("rank 1"), HasSubstr(b.address()), ContainsRegex("no progress for 1[0-9]+ ms"),
-                    ContainsRegex("layer [0-9]+")));
+              AllOf(HasSubstr("rank 1"), HasSubstr(b.address()),
+                    ContainsRegex("no progress for 1[0-9]+ ms"), ContainsRegex("layer [0-9]+")));
 }
 
 // Waits until the chat has given its `count`-th answer, by its statistics.
@@ -135,6 +135,21 @@ TEST(FailureTest, ALocalWorkerIsStartedAgain) {
   const std::string after = chat.err().text().substr(begin);
   EXPECT_THAT(after, AllOf(HasSubstr("killed by signal 9"), HasSubstr("forming the group anew")));
   chat.CloseStdin();
+  EXPECT_EQ(chat.Wait(seconds(10)), 0) << chat.err().text();
+}
+
+TEST(FailureTest, ASilentLocalWorkerIsReplaced) {
+  Process chat(CoordinatorArgs(
+      {"--local", "2", "--verbose", "--ignore-eos", "-n", "1000", "--timeout-ms", "500"}));
+  const auto [pid, port] = LocalWorker(chat, 1);
+  ASSERT_GT(pid, 0);
+  chat.Say("Tell me a story.");
+  ASSERT_TRUE(chat.out().WaitForSize(50, seconds(20))) << chat.err().text();
+  kill(pid, SIGSTOP);
+  ASSERT_TRUE(chat.err().WaitFor("error:", seconds(10))) << chat.err().text();
+  chat.Say("Tell me another story.");
+  EXPECT_TRUE(WaitForAnswers(chat, 1, seconds(30))) << chat.err().text();
+  chat.Say("/exit");
   EXPECT_EQ(chat.Wait(seconds(10)), 0) << chat.err().text();
 }
 

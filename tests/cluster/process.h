@@ -1,5 +1,5 @@
-// A child process of a test: its output is collected while it runs, every wait has a limit, and it is
-// gone when the object is.
+// A child process of a test: its output is collected while it runs, every wait has a limit, and it
+// is gone when the object is.
 #pragma once
 
 #include <fcntl.h>
@@ -38,7 +38,8 @@ class Output {
     std::lock_guard lock(mutex_);
     return text_;
   }
-  // True as soon as `what` stands in the text from `begin` on; false at the limit or the end of output.
+  // True as soon as `what` stands in the text from `begin` on; false at the limit or the end of
+  // output.
   bool WaitFor(const std::string& what, milliseconds limit, size_t begin = 0) {
     std::unique_lock lock(mutex_);
     const auto found = [&] { return text_.find(what, begin) != std::string::npos; };

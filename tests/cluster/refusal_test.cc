@@ -1,5 +1,6 @@
-// Goal: what cannot work is refused before it starts, in words that hold both values, in bounded time.
-// Method: whole runs against workers that are missing, silent, different, or fakes that speak wrongly.
+// Goal: what cannot work is refused before it starts, in words that hold both values, in bounded
+// time. Method: whole runs against workers that are missing, silent, different, or fakes that speak
+// wrongly.
 #include <grpcpp/grpcpp.h>
 
 #include "proto/protocol.h"
@@ -27,8 +28,8 @@ TEST(RefusalTest, AModelThatIsNoneIsNamed) {
 }
 
 TEST(RefusalTest, APromptThatDoesNotFitIsRefusedWithBothNumbersBeforeAnythingStarts) {
-  const RunResult run = RunCoordinator(
-      {"--local", "2", "--ctx", "64", "-n", "60", "--prompt", "Tell me a story about a little dog."});
+  const RunResult run = RunCoordinator({"--local", "2", "--ctx", "64", "-n", "60", "--prompt",
+                                        "Tell me a story about a little dog."});
   EXPECT_EQ(run.code, 1);
   EXPECT_THAT(run.err, AllOf(HasSubstr("needs room for 60"), HasSubstr("holds 64")));
   EXPECT_THAT(run.err, testing::Not(HasSubstr("ready")));
@@ -51,14 +52,13 @@ TEST(RefusalTest, EveryMissingWorkerIsListedWithItsReasonWithinTheJoinLimit) {
   Worker good;
   SilentPort closed, silent;
   closed.Close();
-  const RunResult run = RunCoordinator(
-      {"--workers", closed.address() + "," + good.address() + "," + silent.address(), "--prompt",
-       "x", "--join-timeout-ms", "1500"});
+  const RunResult run =
+      RunCoordinator({"--workers", closed.address() + "," + good.address() + "," + silent.address(),
+                      "--prompt", "x", "--join-timeout-ms", "1500"});
   EXPECT_EQ(run.code, 1);
   EXPECT_LT(run.seconds, 5.0);
   EXPECT_THAT(run.err, AllOf(HasSubstr("2 of 3 workers did not join"),
-                             HasSubstr("rank 0 (" + closed.address() + ")"),
-                             HasSubstr("refused"),
+                             HasSubstr("rank 0 (" + closed.address() + ")"), HasSubstr("refused"),
                              HasSubstr("rank 2 (" + silent.address() + "): no answer")));
   EXPECT_THAT(run.err, testing::Not(HasSubstr("error: rank 1 (" + good.address() + ")")));
 }
@@ -86,12 +86,12 @@ TEST(RefusalTest, OtherModelBytesAreRefusedWithBothDigests) {
     file.put(byte);
   }
   Worker same, different({}, 0, other);
-  const RunResult run = RunCoordinator(
-      {"--workers", same.address() + "," + different.address(), "--prompt", "x"});
+  const RunResult run =
+      RunCoordinator({"--workers", same.address() + "," + different.address(), "--prompt", "x"});
   EXPECT_EQ(run.code, 1);
-  EXPECT_THAT(run.err, AllOf(HasSubstr("rank 1 (" + different.address() + ")"),
-                             HasSubstr("other model bytes"), HasSubstr(other),
-                             HasSubstr(ModelPath())));
+  EXPECT_THAT(run.err,
+              AllOf(HasSubstr("rank 1 (" + different.address() + ")"),
+                    HasSubstr("other model bytes"), HasSubstr(other), HasSubstr(ModelPath())));
   EXPECT_THAT(run.err, testing::Not(HasSubstr("rank 0 (")));
 }
 

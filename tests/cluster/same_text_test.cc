@@ -1,6 +1,6 @@
-// Goal: what comes out does not depend on how many ranks there are, how they talk, or how the work is
-// cut into steps.
-// Method: the same request through real processes in every arrangement; outputs compared byte for byte.
+// Goal: what comes out does not depend on how many ranks there are, how they talk, or how the work
+// is cut into steps. Method: the same request through real processes in every arrangement; outputs
+// compared byte for byte.
 #include "tests/cluster/cluster_fixture.h"
 
 namespace ds4 {
@@ -40,6 +40,11 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(ClusterTextTest, InAnyChunkSize) {
   EXPECT_EQ(AnswerOf({"--local", "2", "--chunk", "1"}), AnswerOfOneRank());
   EXPECT_EQ(AnswerOf({"--local", "2", "--chunk", "7"}), AnswerOfOneRank());
+  EXPECT_EQ(AnswerOf({"--local", "2", "--chunk", "1000"}), AnswerOfOneRank());
+}
+
+TEST(ClusterTextTest, RanksAgreeOnTheirStateAfterEveryStep) {
+  EXPECT_EQ(AnswerOf({"--local", "3", "--check-state"}), AnswerOfOneRank());
 }
 
 TEST(ClusterTextTest, ASeedGivesTheSameTextOnAnyNumberOfRanks) {
@@ -52,8 +57,9 @@ TEST(ClusterTextTest, ASeedGivesTheSameTextOnAnyNumberOfRanks) {
   const std::string one = answer("1");
   EXPECT_NE(one, AnswerOfOneRank()) << "drawn text should differ from the greedy one";
   EXPECT_EQ(answer("3"), one);
-  EXPECT_EQ(AnswerOf({"--local", "1", "--temperature", "1", "--top-p", "0.95", "--seed", "12"}) == one,
-            false);
+  EXPECT_EQ(
+      AnswerOf({"--local", "1", "--temperature", "1", "--top-p", "0.95", "--seed", "12"}) == one,
+      false);
 }
 
 TEST(ClusterTextTest, AcrossWorkersThatRunAlready) {
@@ -73,9 +79,10 @@ TEST(ClusterTextTest, PerplexityIsEqualToTheLastDigit) {
     return run.out;
   };
   const std::string one = measure({"--local", "1"});
-  EXPECT_THAT(one, testing::MatchesRegex(
-                       "perplexity [0-9.]+, mean NLL [0-9.]+ over [0-9]+ of [0-9]+ tokens in [0-9]+ "
-                       "windows of 256\n"));
+  EXPECT_THAT(one,
+              testing::MatchesRegex(
+                  "perplexity [0-9.]+, mean NLL [0-9.]+ over [0-9]+ of [0-9]+ tokens in [0-9]+ "
+                  "windows of 256\n"));
   EXPECT_EQ(measure({"--local", "2"}), one);
   EXPECT_EQ(measure({"--local", "2", "--chunk", "50"}), one);
 }
@@ -92,9 +99,9 @@ TEST(ClusterTextTest, OnlyTheAnswerGoesToStdout) {
   const RunResult run = RunCoordinator({"--local", "2", "--prompt", kPrompt, "-n", "5"});
   EXPECT_EQ(run.code, 0);
   EXPECT_EQ(std::count(run.out.begin(), run.out.end(), '\n'), 1) << run.out;
-  EXPECT_THAT(run.err, testing::AllOf(testing::HasSubstr("rank  lanes"),
-                                      testing::HasSubstr("2 ranks ready"),
-                                      testing::HasSubstr("prefill: ")));
+  EXPECT_THAT(run.err,
+              testing::AllOf(testing::HasSubstr("rank  lanes"), testing::HasSubstr("2 ranks ready"),
+                             testing::HasSubstr("prefill: ")));
   EXPECT_THAT(run.err, testing::Not(testing::HasSubstr("\x1b["))) << "no colour on a pipe";
 }
 

@@ -1,7 +1,7 @@
-// Goal: joining, forming, stepping, breaking and forming anew keep to the protocol, and every failure
-// comes back in bounded time with the most telling message first.
-// Method: scripted workers in place of gRPC streams. Each answers like a right worker unless a test
-// gives it another reply to one command.
+// Goal: joining, forming, stepping, breaking and forming anew keep to the protocol, and every
+// failure comes back in bounded time with the most telling message first. Method: scripted workers
+// in place of gRPC streams. Each answers like a right worker unless a test gives it another reply
+// to one command.
 #include "coordinator/cluster.h"
 
 #include <gmock/gmock.h>
@@ -73,7 +73,10 @@ class FakeClient final : public RankClient {
  public:
   FakeClient(int rank, std::string address, EventQueue* queue, Reply reply,
              std::vector<v1::Command>* seen)
-      : rank_(rank), address_(std::move(address)), queue_(queue), reply_(std::move(reply)),
+      : rank_(rank),
+        address_(std::move(address)),
+        queue_(queue),
+        reply_(std::move(reply)),
         seen_(seen) {}
   const std::string& address() const override { return address_; }
   void Send(v1::Command command) override {
@@ -350,6 +353,28 @@ TEST(ClusterTest, EventsOutOfPlaceBreakTheGroup) {
     EXPECT_THAT(result.status().message(),
                 AllOf(HasSubstr("rank " + std::to_string(rank)), HasSubstr("out of place")));
   }
+}
+
+TEST(ClusterTest, ARankThatComputesSomethingElseIsFound) {
+  Harness h(3);
+  h.options.check_state = true;
+  int wrong_rank = -1;
+  for (int rank = 0; rank < 3; ++rank) {
+    h.On(rank, Kind::kStep, [&](int r, const v1::Command& command) {
+      std::vector<RankEvent> events = GoodReply(r, command);
+      EXPECT_TRUE(command.step().want_state_hash());
+      events.back().event.mutable_step_done()->add_state_hash(r == wrong_rank ? 5 : 4);
+      return events;
+    });
+  }
+  Cluster& cluster = h.Make();
+  ASSERT_TRUE(cluster.Form().ok());
+  EXPECT_TRUE(cluster.RunStep(OneStep(), kIgnore).ok());
+  wrong_rank = 2;
+  const auto result = cluster.RunStep(OneStep(), kIgnore);
+  EXPECT_THAT(result.status().message(),
+              AllOf(HasSubstr("rank 2 (host2:1) has hash 5"), HasSubstr("rank 0 4")));
+  EXPECT_FALSE(cluster.formed());
 }
 
 TEST(ClusterTest, ALostWorkerIsNoticedBetweenTwoAnswers) {

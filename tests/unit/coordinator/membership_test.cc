@@ -1,5 +1,5 @@
-// Goal: a worker that does not fit is refused in words that hold both values, and one that fits is not.
-// Method: one good hello, changed in one field at a time.
+// Goal: a worker that does not fit is refused in words that hold both values, and one that fits is
+// not. Method: one good hello, changed in one field at a time.
 #include "coordinator/membership.h"
 
 #include <gmock/gmock.h>

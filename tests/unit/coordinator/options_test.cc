@@ -40,12 +40,40 @@ TEST(OptionsTest, DefaultsAreGreedyAndInteractive) {
 }
 
 TEST(OptionsTest, EverySettingArrives) {
-  const ParsedOptions parsed = Parse(
-      {"--model", "m.gguf", "--workers", "a:1,b:2,[::1]:3", "--prompt", "Hi", "--system", "Be brief.",
-       "--think", "-n", "7", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.9", "--min-p",
-       "0.1", "--seed", "18446744073709551615", "--ctx", "99", "--chunk", "3", "--transport", "grpc",
-       "--timeout-ms", "1500", "--join-timeout-ms", "2500", "--ignore-eos", "--no-stats",
-       "--verbose"});
+  const ParsedOptions parsed = Parse({"--model",
+                                      "m.gguf",
+                                      "--workers",
+                                      "a:1,b:2,[::1]:3",
+                                      "--prompt",
+                                      "Hi",
+                                      "--system",
+                                      "Be brief.",
+                                      "--think",
+                                      "-n",
+                                      "7",
+                                      "--temperature",
+                                      "0.5",
+                                      "--top-k",
+                                      "9",
+                                      "--top-p",
+                                      "0.9",
+                                      "--min-p",
+                                      "0.1",
+                                      "--seed",
+                                      "18446744073709551615",
+                                      "--ctx",
+                                      "99",
+                                      "--chunk",
+                                      "3",
+                                      "--transport",
+                                      "grpc",
+                                      "--timeout-ms",
+                                      "1500",
+                                      "--join-timeout-ms",
+                                      "2500",
+                                      "--ignore-eos",
+                                      "--no-stats",
+                                      "--verbose"});
   ASSERT_TRUE(parsed.run) << parsed.text;
   const Options& o = parsed.options;
   EXPECT_FALSE(o.interactive());
@@ -85,8 +113,10 @@ TEST(OptionsTest, RefusesWhatMakesNoSense) {
   EXPECT_THAT(UsageError({"--local", "2"}), HasSubstr("--model"));
   EXPECT_THAT(UsageError({"--model", "m", "--local", "0"}), HasSubstr("--local"));
   EXPECT_THAT(UsageError({"--model", "m", "--local", "65"}), HasSubstr("--local"));
-  EXPECT_THAT(UsageError({"--model", "m", "--local", "2", "--frobnicate"}), HasSubstr("frobnicate"));
+  EXPECT_THAT(UsageError({"--model", "m", "--local", "2", "--frobnicate"}),
+              HasSubstr("frobnicate"));
   EXPECT_THAT(UsageError({"--model", "m", "--local", "2", "--top-p", "1.5"}), HasSubstr("--top-p"));
+  EXPECT_THAT(UsageError({"--model", "m", "--local", "2", "--min-p", "nan"}), HasSubstr("finite"));
   EXPECT_THAT(UsageError({"--model", "m", "--local", "2", "-n", "0"}), HasSubstr("--max-tokens"));
   EXPECT_THAT(UsageError({"--model", "m", "--local", "2", "--transport", "smoke"}),
               HasSubstr("--transport"));

@@ -1,5 +1,6 @@
 // Goal: the windows, the seed and the sum are what the definition says.
-// Method: a scripted runner whose score for target t is t / 1000, so that every mean can be worked out.
+// Method: a scripted runner whose score for target t is t / 1000, so that every mean can be worked
+// out.
 #include "coordinator/perplexity.h"
 
 #include <gmock/gmock.h>

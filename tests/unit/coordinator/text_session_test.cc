@@ -1,5 +1,6 @@
 // Goal: chunks, bursts, limits, stops and reuse of the prefix are exact.
-// Method: a scripted runner that counts up (the token after x is x + 1) and keeps every plan it is sent.
+// Method: a scripted runner that counts up (the token after x is x + 1) and keeps every plan it is
+// sent.
 #include "coordinator/text_session.h"
 
 #include <gmock/gmock.h>
@@ -100,9 +101,9 @@ TEST(TextSessionTest, RefusesWhatDoesNotFitBeforeAnythingRuns) {
   TextSession session(&runner, 1, 12);
   const Result<Answer> answer = session.Generate(Iota(10), Tokens(3), {});
   EXPECT_EQ(answer.status().code(), StatusCode::kInvalidArgument);
-  EXPECT_THAT(answer.status().message(), testing::AllOf(HasSubstr("10 tokens"), HasSubstr("13"),
-                                                        HasSubstr("holds 12"),
-                                                        HasSubstr("at most 2")));
+  EXPECT_THAT(answer.status().message(),
+              testing::AllOf(HasSubstr("10 tokens"), HasSubstr("13"), HasSubstr("holds 12"),
+                             HasSubstr("at most 2")));
   EXPECT_TRUE(runner.plans.empty());
   EXPECT_TRUE(session.Generate(Iota(10), Tokens(2), {}).ok());
 }
