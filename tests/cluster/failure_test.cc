@@ -127,10 +127,13 @@ TEST(FailureTest, ALocalWorkerIsStartedAgain) {
   const size_t begin = chat.err().text().size();
   ASSERT_GT(pid, 0);
   kill(pid, SIGKILL);
-  // Lost between two answers: noticed before the next one, which then needs no second try.
+  // Lost between two answers: mostly noticed before the next one; on a busy machine the news may come
+  // so late that the next message fails and the one after it is answered.
   ASSERT_TRUE(WaitUntilClosed(port, seconds(5)));
   std::this_thread::sleep_for(milliseconds(100));
   chat.Say("Tell me another story.");
+  chat.err().WaitFor("forming the group anew", seconds(5), begin);
+  if (chat.err().text().find("error:", begin) != std::string::npos) chat.Say("Again, please.");
   ASSERT_TRUE(WaitForAnswers(chat, 2, seconds(20))) << chat.err().text();
   const std::string after = chat.err().text().substr(begin);
   EXPECT_THAT(after, AllOf(HasSubstr("killed by signal 9"), HasSubstr("forming the group anew")));
