@@ -18,8 +18,8 @@ from chat import ChatMaker
 from tokenizer import EOS, Tokenizer, read_text
 
 # Share of the training windows; stories count most because stories are what the model should write.
-SHARES = {"stories": 0.27, "novels": 0.18, "synth": 0.06, "kjv": 0.05, "speeches": 0.05, "shakespeare": 0.03,
-          "techdocs": 0.05, "code": 0.05, "chat": 0.26}
+SHARES = {"stories": 0.30, "novels": 0.22, "synth": 0.04, "kjv": 0.05, "speeches": 0.05, "shakespeare": 0.03,
+          "techdocs": 0.04, "code": 0.04, "chat": 0.23}
 CHAT_SAMPLES = 20000
 
 

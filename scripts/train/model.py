@@ -20,6 +20,17 @@ def no_autocast(x):
     return torch.autocast(x.device.type, enabled=False)
 
 
+def matmul_type(x):
+    """What matrix products take in: bfloat16 under autocast (GPU only), else float32."""
+    return torch.bfloat16 if x.is_cuda and torch.is_autocast_enabled() else torch.float32
+
+
+def normed_linear(x, weight, eps):
+    """weight R(x), with the norm applied to the few results instead of the many inputs."""
+    ms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
+    return F.linear(x, weight) * torch.rsqrt(ms + eps)
+
+
 class Norm(nn.Module):
     def __init__(self, width, eps):
         super().__init__()
@@ -73,10 +84,21 @@ class Rope(nn.Module):
         head, tail = x[..., : -2 * half], x[..., -2 * half:].float()
         a, b = tail[..., 0::2], tail[..., 1::2]
         turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-        return torch.cat([head.float(), turned], -1)
+        kind = matmul_type(x)
+        return torch.cat([head.to(kind), turned.to(kind)], -1)
 
 
 # ---- mHC -------------------------------------------------------------------------------------------
+def sinkhorn(g, iters, eps):
+    """Scores [N, H, H] to mixing matrices with columns, and nearly rows, that sum to one. Ends with the columns."""
+    g = g.softmax(-1) + eps
+    g = g / (g.sum(-2, keepdim=True) + eps)
+    for _ in range(iters - 1):
+        g = g / (g.sum(-1, keepdim=True) + eps)
+        g = g / (g.sum(-2, keepdim=True) + eps)
+    return g
+
+
 class HyperConnection(nn.Module):
     """Mixes H streams into one input, and the result back into the streams."""
 
@@ -93,25 +115,29 @@ class HyperConnection(nn.Module):
         base[H:2 * H] = torch.linspace(-0.5, 0.5, H).roll(site)
         base[2 * H:] = (torch.eye(H) * 4).flatten()
         self.base = nn.Parameter(base)
+        self.graph = None               # (rows, sinkhorn as a CUDA graph): training only, see use_graphs
 
     def forward(self, X):
         H = self.H
         with no_autocast(X):
-            m = F.linear(rms(X.flatten(-2), self.norm_eps), self.fn)
+            m = normed_linear(X.flatten(-2), self.fn, self.norm_eps)
             b, s = self.base, self.scale
             pre = torch.sigmoid(m[..., :H] * s[0] + b[:H]) + self.eps
             post = 2 * torch.sigmoid(m[..., H:2 * H] * s[1] + b[H:2 * H])
-            g = (m[..., 2 * H:] * s[2] + b[2 * H:]).unflatten(-1, (H, H)).softmax(-1) + self.eps
-            g = g / (g.sum(-2, keepdim=True) + self.eps)
-            for _ in range(self.iters - 1):
-                g = g / (g.sum(-1, keepdim=True) + self.eps)
-                g = g / (g.sum(-2, keepdim=True) + self.eps)
-            return (pre.unsqueeze(-1) * X).sum(-2), post, g
+            g = (m[..., 2 * H:] * s[2] + b[2 * H:]).view(-1, H, H)
+            if self.graph is not None and self.training and len(g) == self.graph[0]:
+                g = self.graph[1](g)
+            else:
+                g = sinkhorn(g, self.iters, self.eps)
+            g = g.view(*X.shape[:-1], H)
+            return (pre.unsqueeze(-2) @ X).squeeze(-2), post, g
 
     @staticmethod
     def update(X, out, post, comb):
         with no_autocast(X):
-            return post.unsqueeze(-1) * out.float().unsqueeze(-2) + comb.transpose(-1, -2) @ X
+            new = torch.baddbmm((post.unsqueeze(-1) * out.float().unsqueeze(-2)).flatten(0, 1),
+                                comb.transpose(-1, -2).flatten(0, 1), X.flatten(0, 1))
+            return new.view(*X.shape)
 
 
 class HyperHead(nn.Module):
@@ -125,8 +151,8 @@ class HyperHead(nn.Module):
 
     def forward(self, X):
         with no_autocast(X):
-            w = torch.sigmoid(F.linear(rms(X.flatten(-2), self.norm_eps), self.hc_fn) * self.hc_scale + self.hc_base)
-            return ((w + self.eps).unsqueeze(-1) * X).sum(-2)
+            w = torch.sigmoid(normed_linear(X.flatten(-2), self.hc_fn, self.norm_eps) * self.hc_scale + self.hc_base)
+            return ((w + self.eps).unsqueeze(-2) @ X).squeeze(-2)
 
 
 # ---- attention ---------------------------------------------------------------------------------------
@@ -177,7 +203,7 @@ class Indexer(Pool):
         q = rope(self.q_b_proj(qr).unflatten(-1, (self.heads, self.width)))
         hw = self.scorer.weights_proj(x).float() * (self.width ** -0.5) * (self.heads ** -0.5)
         with no_autocast(x):
-            return (torch.einsum("bshd,bcd->bshc", q, k).relu() * hw.unsqueeze(-1)).sum(2)
+            return (torch.einsum("bshd,bcd->bshc", q.float(), k.float()).relu() * hw.unsqueeze(-1)).sum(2)
 
 
 class Compressor(Pool):
@@ -185,6 +211,11 @@ class Compressor(Pool):
         super().__init__(c, ratio, c["head_dim"])
         if ratio == 4:
             self.indexer = Indexer(c)
+
+
+def closed(ok, kind):
+    """Mask to add to scores: 0 where a key may be seen, -inf elsewhere."""
+    return torch.zeros(ok.shape, dtype=kind, device=ok.device).masked_fill(~ok, float("-inf"))
 
 
 class Attention(nn.Module):
@@ -211,39 +242,46 @@ class Attention(nn.Module):
         B, S, _ = x.shape
         A, Dh, w, rope = self.A, self.Dh, self.window, self.rope[0]
         qr = self.q_a_norm(self.q_a_proj(x))
-        q = rope(rms(self.q_b_proj(qr).unflatten(-1, (A, Dh)), self.eps))
+        q = rope(self.scaled_rms(self.q_b_proj(qr).unflatten(-1, (A, Dh))))
         kv = rope(self.kv_norm(self.kv_proj(x)))
         # Window part in blocks of w queries: a query sees only its own and the previous block of keys.
         nb = -(-S // w)
         qb = F.pad(q, (0, 0, 0, 0, 0, nb * w - S)).view(B, nb, w * A, Dh)
         kb = F.pad(kv, (0, 0, 0, nb * w - S)).view(B, nb, w, Dh)
         kb = torch.cat([F.pad(kb[:, :-1], (0, 0, 0, 0, 1, 0)), kb], 2)
-        near = (qb @ kb.transpose(-1, -2)).view(B, nb, w, A, 2 * w).float() * Dh ** -0.5
         i = torch.arange(w, device=x.device)[:, None]
         j = torch.arange(2 * w, device=x.device)[None]
         ok = ((j > i) & (j <= i + w)).expand(nb, w, 2 * w) & \
             ((torch.arange(nb, device=x.device)[:, None, None] > 0) | (j >= w))
-        near = near.masked_fill(~ok[:, :, None], float("-inf")).view(B, nb * w, A, 2 * w)[:, :S]
-        rows, s = None, near
+        near = (qb @ kb.transpose(-1, -2)).view(B, nb, w, A, 2 * w) + closed(ok, q.dtype).unsqueeze(2)
+        s = [near.view(B, nb * w, A, 2 * w)[:, :S]]
+        rows = None
         if self.ratio and S >= self.ratio:
             rows = self.compressor.rows(x, rope)
             see = self.visible(x, qr, rows.shape[1])
-            far = (q.view(B, S * A, Dh) @ rows.transpose(-1, -2)).view(B, S, A, -1).float() * Dh ** -0.5
-            s = torch.cat([near, far.masked_fill(~see.unsqueeze(2), float("-inf"))], -1)
-        lse = torch.logsumexp(s, -1, keepdim=True)
-        p = torch.exp(s - lse)
+            far = (q.reshape(B, S * A, Dh) @ rows.transpose(-1, -2)).view(B, S, A, -1)
+            s.append(far + closed(see, q.dtype).unsqueeze(2))
+        # The sink is one more column without a value: it only adds to the denominator.
+        s.append(self.sinks.to(q.dtype).view(1, 1, A, 1).expand(B, S, A, 1))
+        with no_autocast(x):
+            p = torch.cat(s, -1).softmax(-1)
         pn = F.pad(p[..., : 2 * w], (0, 0, 0, 0, 0, nb * w - S)).view(B, nb, w * A, 2 * w)
-        o = (pn @ kb).float().view(B, nb * w, A, Dh)[:, :S]
+        o = (pn @ kb).view(B, nb * w, A, Dh)[:, :S]
         if rows is not None:
-            pf = p[..., 2 * w:]
-            o = o + (pf.reshape(B, S * A, -1) @ rows).float().view(B, S, A, Dh)
+            pf = p[..., 2 * w:-1]
+            o = o + (pf.reshape(B, S * A, -1) @ rows).view(B, S, A, Dh)
             if self.ratio == 4 and self.training:
                 self.learn_index(pf, see)
-        # A sink only adds e^sink to the denominator: one factor for each head.
-        o = rope(o * torch.sigmoid(lse - self.sinks.view(A, 1)), inverse=True)
+        o = rope(o, inverse=True)
         o = o.view(B, S, self.G, -1)
         low = torch.einsum("bsgi,gri->bsgr", o, self.o_a_proj.weight.view(self.G, self.R, -1))
         return self.o_b_proj(low.flatten(-2))
+
+    def scaled_rms(self, q):
+        """R(q) / sqrt(Dh): the softmax scale costs nothing here."""
+        q = q.float()
+        ms = torch.linalg.vector_norm(q, dim=-1, keepdim=True).square() / self.Dh
+        return q * (torch.rsqrt(ms + self.eps) * self.Dh ** -0.5)
 
     def visible(self, x, qr, C):
         """Which rows each query attends to: complete ones, and for ratio 4 the indexer's choice of them."""
@@ -265,7 +303,7 @@ class Attention(nn.Module):
 
     def learn_index(self, pf, see):
         """Cross entropy between the attention that all heads give to the rows and the indexer's scores."""
-        target = pf.detach().sum(2)
+        target = pf.detach().float().sum(2)
         mass = target.sum(-1, keepdim=True)
         logp = torch.log_softmax(self.scores.masked_fill(~see, -1e30), -1)
         ce = -(target / (mass + 1e-9) * logp).sum(-1)
@@ -340,7 +378,7 @@ class Moe(nn.Module):
         a = self.gate(x, ids)
         e, sh = self.experts, self.shared_experts
         gate, up = torch.einsum("bsd,efd->bsef", x, e.gate_up_proj).chunk(2, -1)
-        h = glu(gate, up, self.limit) * a.unsqueeze(-1)
+        h = glu(gate, up, self.limit) * a.unsqueeze(-1).to(gate.dtype)
         y = torch.einsum("bsef,edf->bsd", h, e.down_proj)
         return y + sh.down_proj(glu(sh.gate_proj(x), sh.up_proj(x), self.limit))
 
@@ -401,7 +439,7 @@ class Model(nn.Module):
         self.lm_head = linear(c["hidden_size"], c["vocab_size"])
         if c["num_nextn_predict_layers"]:
             self.mtp = nn.ModuleList([MtpBlock(c, ropes)])
-        self.drop = nn.Dropout(c.get("dropout", 0.0))
+        self.drop = nn.Dropout(c.get("dropout", 0.0) / 2)
 
     def trunk(self, ids, keep=None):
         """Returns (final hidden [B,S,D], streams [B,S,H,D]); `keep`, a list, receives the streams of each layer."""
@@ -417,6 +455,18 @@ class Model(nn.Module):
         """Row i pairs Emb(ids[i+1]) with the streams at i. Returns the hidden before lm_head, [B, S-1, D]."""
         emb = self.drop(self.model.embed_tokens(ids[:, 1:]).float())
         return self.mtp[0](emb, X[:, :-1], ids[:, 1:])[0]
+
+    def use_graphs(self, tokens):
+        """The Sinkhorn steps are hundreds of tiny kernels; as CUDA graphs their launches cost little.
+        `tokens`: the numbers of rows that trunk and MTP see in a step."""
+        sites = [m for m in self.modules() if isinstance(m, HyperConnection)]
+        rows = [tokens[1] if name.startswith("mtp") else tokens[0]
+                for name, m in self.named_modules() if isinstance(m, HyperConnection)]
+        H = self.c["hc_mult"]
+        args = tuple((torch.randn(n, H, H, device="cuda", requires_grad=True),) for n in rows)
+        calls = tuple((lambda g, m=m: sinkhorn(g, m.iters, m.eps)) for m in sites)
+        for m, n, call in zip(sites, rows, torch.cuda.make_graphed_callables(calls, args)):
+            m.graph = (n, call)
 
     def routers(self):
         return [m for m in self.modules() if isinstance(m, Router)]

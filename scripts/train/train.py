@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import safefile
 from evaluate import perplexity
-from model import HyperConnection, Model, to_state
+from model import Model, to_state
 from optim import Muon, split_params
 
 PIECE_BYTES = 15_000_000
@@ -102,7 +102,7 @@ def main():
     ap.add_argument("--eval-every", type=int, default=500)
     ap.add_argument("--save-seconds", type=float, default=120)
     ap.add_argument("--seed", type=int, default=1)
-    ap.add_argument("--compile", action="store_true")
+    ap.add_argument("--no-graphs", action="store_true", help="no CUDA graphs for the Sinkhorn steps")
     ap.add_argument("--resume", action="store_true")
     a = ap.parse_args()
 
@@ -112,9 +112,9 @@ def main():
     with open(a.config) as f:
         c = json.load(f)
     model = Model(dict(c, dropout=a.dropout), max(a.length, a.long_length, 1024) + 8).to(device)
-    if a.compile:
-        HyperConnection.forward = torch.compile(HyperConnection.forward)
-        HyperConnection.update = staticmethod(torch.compile(HyperConnection.update))
+    rows = a.tokens // a.length
+    if device == "cuda" and not a.no_graphs:
+        model.use_graphs((rows * a.length, rows * (a.length - 1)))
     matrices, decay, plain = split_params(model)
     muon = Muon(matrices, weight_decay=a.weight_decay)
     adam = torch.optim.AdamW([{"params": decay, "weight_decay": a.weight_decay}, {"params": plain, "weight_decay": 0.0}],
