@@ -228,13 +228,19 @@ inline void RunInputs(const MatMulTask& task, int64_t r, int64_t t, int64_t t_en
 }
 
 // One input row: one weight row after the other, for memory is read fastest in one stream (four
-// rows side by side lost a quarter from memory, though they won a fifth from the L3 cache). More:
-// blocks of input rows that stay in the L2 cache while all weight rows pass by in tiles.
+// rows side by side lost a quarter from memory, though they won a fifth from the L3 cache). Short
+// rows go in tiles all the same: a few of them are one stream, and they share the last additions,
+// which weigh more than the row itself. More input rows: blocks of them that stay in the L2 cache
+// while all weight rows pass by in tiles.
 template <class Kernel>
 void RunMatMul(const MatMulTask& task) {
   constexpr int64_t kL2Bytes = 512 << 10;
+  constexpr int64_t kShortColumns = 1024;
   int64_t r = task.row_begin;
   if (task.num_x == 1) {
+    if (task.cols <= kShortColumns) {
+      for (; r + Kernel::kW <= task.row_end; r += Kernel::kW) RunTile<Kernel, Kernel::kW, 1>(task, r, 0);
+    }
     for (; r < task.row_end; ++r) RunInputs<Kernel, 1, Kernel::kX>(task, r, 0, task.num_x);
     return;
   }
