@@ -16,7 +16,7 @@ packages() {
   if apt-cache show libboost1.81-dev >/dev/null 2>&1; then boost=libboost1.81-dev; fi
   echo g++ cmake ninja-build pkg-config ccache mold xz-utils git "$boost" \
     libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc \
-    libspdlog-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libxxhash-dev libssl-dev zlib1g-dev \
+    libspdlog-dev libcli11-dev nlohmann-json3-dev libxxhash-dev libssl-dev zlib1g-dev \
     libgtest-dev libgmock-dev libbenchmark-dev
 }
 
@@ -24,7 +24,7 @@ install_missing() {
   if [[ $(uname -s) == Darwin ]]; then
     command -v brew >/dev/null || die "install Homebrew first (it brings the compiler's libraries)"
     run brew install --quiet cmake ninja pkg-config ccache boost grpc protobuf spdlog cli11 \
-      nlohmann-json pcre2 xxhash googletest google-benchmark xz
+      nlohmann-json xxhash googletest google-benchmark xz
     return
   fi
   command -v apt-get >/dev/null || die "this script installs with apt-get; on other systems install: $(packages)"

@@ -156,7 +156,7 @@ class Stream {
 };
 
 // An operation that came back; `ok` as gRPC means it: false when the call has ended.
-struct Event {
+struct CompletionEvent {
   Operation::Kind kind;
   Stream* stream;
   bool ok;
@@ -173,16 +173,16 @@ struct GrpcExchange::Impl {
   }
 
   // The next operation that came back, or none before the deadline (or after the shutdown).
-  std::optional<Event> Next(Clock::time_point deadline) {
+  std::optional<CompletionEvent> Next(Clock::time_point deadline) {
     const gpr_timespec limit = ToGrpcTime(deadline);
-    std::optional<Event> event;
+    std::optional<CompletionEvent> event;
     while (!event.has_value() && Poll(limit, &event)) {
     }
     return event;
   }
 
   // Waits for one operation; `event` stays empty when it was a retired stream's. False: none came.
-  bool Poll(gpr_timespec limit, std::optional<Event>* event) {
+  bool Poll(gpr_timespec limit, std::optional<CompletionEvent>* event) {
     void* tag = nullptr;
     bool ok = false;
     if (queue->AsyncNext(&tag, &ok, limit) != grpc::CompletionQueue::GOT_EVENT) return false;
@@ -192,7 +192,7 @@ struct GrpcExchange::Impl {
     stream->End();
     if (kind == Operation::Kind::kAccept) TakeCall(stream, ok);
     if (!stream->is_retired) {
-      *event = Event{kind, stream, ok};
+      *event = CompletionEvent{kind, stream, ok};
     } else if (stream->is_idle()) {
       streams.erase(stream);
     }
@@ -209,7 +209,7 @@ struct GrpcExchange::Impl {
   // Lets retired streams go, as far as that is quick; the rest goes with later events.
   void Drain() {
     const gpr_timespec limit = ToGrpcTime(Clock::now() + kLeaveTime);
-    std::optional<Event> event;
+    std::optional<CompletionEvent> event;
     while (HasRetired() && Poll(limit, &event)) {
     }
   }
@@ -266,7 +266,7 @@ void GrpcExchange::Shutdown() {
   impl.queue->Shutdown();
   // Everything on its way has been cancelled by now, here or by the server's end.
   const gpr_timespec limit = ToGrpcTime(Clock::now() + kShutdownTime);
-  std::optional<Event> event;
+  std::optional<CompletionEvent> event;
   while (impl.Poll(limit, &event)) {
   }
   CHECK(impl.streams.empty()) << impl.streams.size() << " Exchange calls did not end in "
@@ -359,7 +359,7 @@ class GrpcJoin {
     DropSilentCallers();
     DialWhoIsDue();
     const auto limit = std::min<Clock::time_point>(group_.join_deadline, Clock::now() + kStopCheck);
-    const std::optional<Event> event = exchange_.Next(limit);
+    const std::optional<CompletionEvent> event = exchange_.Next(limit);
     if (!event.has_value() || event->kind == Kind::kAccept) return;
     if (event->stream->is_dialled()) {
       OnDialled(*event);
@@ -420,7 +420,7 @@ class GrpcJoin {
     }
   }
 
-  void OnCaller(const Event& event) {
+  void OnCaller(const CompletionEvent& event) {
     if (callers_.count(event.stream) == 0)
       return;  // a joined stream has ended; the exchange says so
     if (event.kind == Kind::kRead && event.ok) {
@@ -474,7 +474,7 @@ class GrpcJoin {
     }
   }
 
-  void OnDialled(const Event& event) {
+  void OnDialled(const CompletionEvent& event) {
     Stream* stream = event.stream;
     if (stream == joined_[stream->peer]) return;  // it has ended; the exchange says so
     if (event.kind == Kind::kFinish) {
@@ -621,7 +621,7 @@ class GrpcTransport : public Transport {
   Status Drive(uint64_t sequence, Clock::time_point deadline) {
     Clock::time_point last_progress = Clock::now();
     while (num_pending_ > 0) {
-      const std::optional<Event> event = exchange_.Next(deadline);
+      const std::optional<CompletionEvent> event = exchange_.Next(deadline);
       if (is_broken_) return Reason();
       const Clock::time_point now = Clock::now();
       if (!event.has_value()) return NoProgressError(now - last_progress, PendingPeers());
@@ -649,7 +649,7 @@ class GrpcTransport : public Transport {
     streams_[peer]->Write(grpc::ByteBuffer(&part, 1));
   }
 
-  Status OnWritten(const Event& event) {
+  Status OnWritten(const CompletionEvent& event) {
     const int peer = event.stream->peer;
     if (!event.ok) return LostPeerError(names_[peer], "the stream to it has ended");
     Sending& op = sending_[peer];
@@ -662,7 +662,7 @@ class GrpcTransport : public Transport {
     return OkStatus();
   }
 
-  Status OnRead(const Event& event, uint64_t sequence) {
+  Status OnRead(const CompletionEvent& event, uint64_t sequence) {
     const int peer = event.stream->peer;
     if (!event.ok) return LostPeerError(names_[peer], "its stream has ended");
     if (!event.stream->in().Dump(&slices_).ok()) {

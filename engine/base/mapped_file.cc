@@ -9,17 +9,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include "engine/base/errno_status.h"
 #include "engine/base/strings.h"
 
 namespace ds4 {
 namespace {
-
-Status ErrnoStatus(const std::string& action, const std::string& path, int error) {
-  const std::string message = StrCat("cannot ", action, " ", path, ": ", std::strerror(error));
-  if (error == ENOENT) return NotFoundError(message);
-  if (error == EACCES || error == EPERM) return Status(StatusCode::kPermissionDenied, message);
-  return InternalError(message);
-}
 
 // Maps the open descriptor; the mapping outlives the descriptor.
 Result<std::span<const std::byte>> MapDescriptor(int fd, const std::string& path) {

@@ -40,7 +40,7 @@ class CountingRunner final : public StepRunner {
   int64_t skew = 0;  // wrong positions
 };
 
-std::vector<int32_t> Iota(int count, int32_t first = 100) {
+std::vector<int32_t> TokensFrom(int count, int32_t first = 100) {
   std::vector<int32_t> ids(count);
   std::iota(ids.begin(), ids.end(), first);
   return ids;
@@ -62,7 +62,7 @@ TEST(TextSessionTest, PrefillsInChunksAndDecodesInBursts) {
   GenerateCallbacks callbacks;
   callbacks.on_token = [&](int32_t token) { seen.push_back(token); };
   callbacks.on_prefill = [&](int64_t done, int64_t) { progress.push_back(done); };
-  const Result<Answer> answer = session.Generate(Iota(10), Tokens(6), callbacks);
+  const Result<Answer> answer = session.Generate(TokensFrom(10), Tokens(6), callbacks);
   ASSERT_TRUE(answer.ok()) << answer.status();
   EXPECT_THAT(answer->tokens, ElementsAre(110, 111, 112, 113, 114, 115));
   EXPECT_EQ(answer->reason, StopReason::kMaxTokens);
@@ -78,7 +78,7 @@ TEST(TextSessionTest, PrefillsInChunksAndDecodesInBursts) {
   EXPECT_EQ(runner.plans[3].decode_steps, 2);
   EXPECT_EQ(runner.plans[4].decode_steps, 1);
   // The last token never ran.
-  EXPECT_EQ(session.held(), Iota(15));
+  EXPECT_EQ(session.held(), TokensFrom(15));
 }
 
 TEST(TextSessionTest, StopsAtTheStopTokenAndDoesNotShowIt) {
@@ -89,7 +89,7 @@ TEST(TextSessionTest, StopsAtTheStopTokenAndDoesNotShowIt) {
   std::vector<int32_t> seen;
   GenerateCallbacks callbacks;
   callbacks.on_token = [&](int32_t token) { seen.push_back(token); };
-  const Result<Answer> answer = session.Generate(Iota(2), options, callbacks);
+  const Result<Answer> answer = session.Generate(TokensFrom(2), options, callbacks);
   ASSERT_TRUE(answer.ok()) << answer.status();
   EXPECT_THAT(answer->tokens, ElementsAre(102, 103, 104));
   EXPECT_THAT(seen, ElementsAre(102, 103));
@@ -99,21 +99,21 @@ TEST(TextSessionTest, StopsAtTheStopTokenAndDoesNotShowIt) {
 TEST(TextSessionTest, RefusesWhatDoesNotFitBeforeAnythingRuns) {
   CountingRunner runner;
   TextSession session(&runner, 1, 12);
-  const Result<Answer> answer = session.Generate(Iota(10), Tokens(3), {});
+  const Result<Answer> answer = session.Generate(TokensFrom(10), Tokens(3), {});
   EXPECT_EQ(answer.status().code(), StatusCode::kInvalidArgument);
   EXPECT_THAT(answer.status().message(),
               testing::AllOf(HasSubstr("10 tokens"), HasSubstr("13"), HasSubstr("holds 12"),
                              HasSubstr("at most 2")));
   EXPECT_TRUE(runner.plans.empty());
-  EXPECT_TRUE(session.Generate(Iota(10), Tokens(2), {}).ok());
+  EXPECT_TRUE(session.Generate(TokensFrom(10), Tokens(2), {}).ok());
 }
 
 TEST(TextSessionTest, RunsOnlyWhatIsNewInTheNextPrompt) {
   CountingRunner runner;
   TextSession session(&runner, 1, 100);
-  ASSERT_TRUE(session.Generate(Iota(3), Tokens(3), {}).ok());  // holds 100..104
+  ASSERT_TRUE(session.Generate(TokensFrom(3), Tokens(3), {}).ok());  // holds 100..104
   runner.plans.clear();
-  std::vector<int32_t> longer = Iota(5);
+  std::vector<int32_t> longer = TokensFrom(5);
   longer.insert(longer.end(), {7, 8});
   const Result<Answer> answer = session.Generate(longer, Tokens(1), {});
   ASSERT_TRUE(answer.ok());
@@ -126,7 +126,7 @@ TEST(TextSessionTest, RunsOnlyWhatIsNewInTheNextPrompt) {
 TEST(TextSessionTest, GoesBackToWhereThePromptsDiffer) {
   CountingRunner runner;
   TextSession session(&runner, 1, 100);
-  ASSERT_TRUE(session.Generate(Iota(6), Tokens(1), {}).ok());
+  ASSERT_TRUE(session.Generate(TokensFrom(6), Tokens(1), {}).ok());
   runner.plans.clear();
   ASSERT_TRUE(session.Generate({100, 101, 9, 103, 104, 105}, Tokens(1), {}).ok());
   EXPECT_EQ(runner.plans[0].parts[0].pos, 2);
@@ -141,7 +141,7 @@ TEST(TextSessionTest, AnErrorForgetsWhatTheRanksHeld) {
   CountingRunner runner;
   TextSession session(&runner, 1, 100);
   runner.fail_at = 2;
-  const Result<Answer> answer = session.Generate(Iota(6), Tokens(4), {});
+  const Result<Answer> answer = session.Generate(TokensFrom(6), Tokens(4), {});
   EXPECT_EQ(answer.status().code(), StatusCode::kUnavailable);
   EXPECT_TRUE(session.held().empty());
 }
@@ -150,7 +150,7 @@ TEST(TextSessionTest, RefusesTokensAtWrongPositions) {
   CountingRunner runner;
   TextSession session(&runner, 1, 100);
   runner.skew = 1;
-  const Result<Answer> answer = session.Generate(Iota(3), Tokens(4), {});
+  const Result<Answer> answer = session.Generate(TokensFrom(3), Tokens(4), {});
   EXPECT_EQ(answer.status().code(), StatusCode::kInternal);
   EXPECT_THAT(answer.status().message(), HasSubstr("position 4, expected 3"));
 }
@@ -161,7 +161,7 @@ TEST(TextSessionTest, AnInterruptEndsBetweenSteps) {
   int asked = 0;
   GenerateCallbacks callbacks;
   callbacks.interrupted = [&] { return ++asked > 2; };
-  const Result<Answer> answer = session.Generate(Iota(4), Tokens(50), callbacks);
+  const Result<Answer> answer = session.Generate(TokensFrom(4), Tokens(50), callbacks);
   ASSERT_TRUE(answer.ok());
   EXPECT_EQ(answer->reason, StopReason::kInterrupted);
   EXPECT_THAT(answer->tokens, ElementsAre(104, 105, 106, 107));

@@ -19,7 +19,7 @@
 namespace ds4 {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -29,10 +29,10 @@ std::string ReadFile(const std::string& name) {
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
-std::vector<Json> ReadLines(const std::string& name) {
-  std::vector<Json> lines;
+std::vector<OrderedJson> ReadLines(const std::string& name) {
+  std::vector<OrderedJson> lines;
   std::ifstream file(std::string(DS4_SOURCE_DIR) + "/tests/data/encoding/" + name);
-  for (std::string line; std::getline(file, line);) lines.push_back(Json::parse(line));
+  for (std::string line; std::getline(file, line);) lines.push_back(OrderedJson::parse(line));
   return lines;
 }
 
@@ -53,7 +53,7 @@ TEST(ChatTemplateTest, OfficialConversations) {
   }
 }
 
-ReasoningEffort EffortOf(const Json& kwargs) {
+ReasoningEffort EffortOf(const OrderedJson& kwargs) {
   if (!kwargs.contains("reasoning_effort") || kwargs["reasoning_effort"].is_null()) {
     return ReasoningEffort::kDefault;
   }
@@ -63,9 +63,9 @@ ReasoningEffort EffortOf(const Json& kwargs) {
 }
 
 // Renders one case for one version and compares text and ids.
-void CheckRender(const Json& test, PromptVersion version, const std::string& suffix) {
-  const Json& kwargs = test["kwargs"];
-  Json all = kwargs.value("context", Json::array());
+void CheckRender(const OrderedJson& test, PromptVersion version, const std::string& suffix) {
+  const OrderedJson& kwargs = test["kwargs"];
+  OrderedJson all = kwargs.value("context", OrderedJson::array());
   RenderOptions options;
   options.version = version;
   options.thinking_mode = kwargs["thinking_mode"] == "chat" ? ThinkingMode::kChat : ThinkingMode::kThinking;
@@ -73,7 +73,7 @@ void CheckRender(const Json& test, PromptVersion version, const std::string& suf
   options.drop_thinking = kwargs.value("drop_thinking", true);
   options.add_bos = kwargs.value("add_default_bos_token", true);
   options.num_context_messages = all.size();
-  for (const Json& message : test["messages"]) all.push_back(message);
+  for (const OrderedJson& message : test["messages"]) all.push_back(message);
   const std::vector<Message> messages = Messages(all.dump());
   const auto prompt = RenderPrompt(messages, options);
   if (test.contains("error" + suffix)) {
@@ -93,9 +93,9 @@ void CheckRender(const Json& test, PromptVersion version, const std::string& suf
 }
 
 TEST(ChatTemplateTest, ReferenceCases) {
-  const std::vector<Json> tests = ReadLines("extra_render.jsonl");
+  const std::vector<OrderedJson> tests = ReadLines("extra_render.jsonl");
   EXPECT_EQ(tests.size(), 74u);
-  for (const Json& test : tests) {
+  for (const OrderedJson& test : tests) {
     SCOPED_TRACE(test["name"].get<std::string>());
     CheckRender(test, PromptVersion::kPreview, "_preview");
     CheckRender(test, PromptVersion::k0731, "_0731");
@@ -210,9 +210,9 @@ TEST(ChatTemplateTest, EffortNames) {
 }
 
 TEST(CompletionParserTest, ReferenceCases) {
-  const std::vector<Json> tests = ReadLines("extra_parse.jsonl");
+  const std::vector<OrderedJson> tests = ReadLines("extra_parse.jsonl");
   EXPECT_EQ(tests.size(), 18u);
-  for (const Json& test : tests) {
+  for (const OrderedJson& test : tests) {
     const std::string completion = test["completion"];
     SCOPED_TRACE(completion);
     const auto mode = test["thinking_mode"] == "chat" ? ThinkingMode::kChat : ThinkingMode::kThinking;
@@ -228,7 +228,7 @@ TEST(CompletionParserTest, ReferenceCases) {
       EXPECT_EQ(message.content, test["parsed"]["content"].get<std::string>());
       EXPECT_EQ(message.reasoning, test["parsed"]["reasoning_content"].get<std::string>());
       EXPECT_TRUE(message.is_complete);
-      const Json& calls = test["parsed"]["tool_calls"];
+      const OrderedJson& calls = test["parsed"]["tool_calls"];
       ASSERT_EQ(message.tool_calls.size(), calls.size());
       for (size_t i = 0; i < calls.size(); ++i) {
         EXPECT_EQ(message.tool_calls[i].name, calls[i]["function"]["name"].get<std::string>());
