@@ -172,6 +172,8 @@ TEST_P(TransportTest, AllGatherAndBroadcastKeepEveryByte) {
     auto comms = Make(world_size);
     ExpectAllOk(RunRanks(comms, [](Communicator& comm) {
       for (const int64_t size : {0, 1, 4, 16 << 10, (16 << 10) + 4, 1 << 20, 4 << 20}) {
+        // Megabytes from many ranks would show nothing new and take most of the suite's time.
+        if (size >= 1 << 20 && comm.world_size() > 3) continue;
         RETURN_IF_ERROR(transport_suite::CheckAllGather(comm, size, 1));
         for (int root = 0; root < comm.world_size(); ++root) {
           RETURN_IF_ERROR(transport_suite::CheckBroadcast(comm, root, size, 2));
