@@ -86,13 +86,13 @@ Status CpuEngine::OpenSession(uint64_t session_id, int64_t max_context) {
     return {StatusCode::kAlreadyExists, StrCat("session ", session_id, " is open already")};
   }
   if (static_cast<int>(sessions_.size()) >= options_.max_sessions) {
-    return ResourceExhaustedError(StrCat("session ", session_id, " is one too many: ",
-                                         sessions_.size(), " of ", options_.max_sessions,
-                                         " are open; close one first"));
+    return ResourceExhaustedError(StrCat("session ", session_id,
+                                         " is one too many: ", sessions_.size(), " of ",
+                                         options_.max_sessions, " are open; close one first"));
   }
   if (max_context < 1 || max_context > options_.max_context) {
-    return InvalidArgumentError(StrCat("session ", session_id, " asks for a context of ", max_context,
-                                       " tokens, this group was formed for 1 to ",
+    return InvalidArgumentError(StrCat("session ", session_id, " asks for a context of ",
+                                       max_context, " tokens, this group was formed for 1 to ",
                                        options_.max_context));
   }
   ASSIGN_OR_RETURN(sessions_[session_id],
@@ -133,21 +133,21 @@ Status CpuEngine::CheckPart(const StepPart& part, const std::string& where) cons
   const int64_t rows = static_cast<int64_t>(part.tokens.size());
   if (rows == 0) return InvalidArgumentError(StrCat(where, " has no tokens"));
   if (part.pos < 0 || part.pos > state.n() || (part.pos != 0 && part.pos < state.LowestRewind())) {
-    return InvalidArgumentError(StrCat(where, " starts at position ", part.pos, ", the session is at ",
-                                       state.n(), " and goes back to ", state.LowestRewind(),
-                                       " or 0"));
+    return InvalidArgumentError(StrCat(where, " starts at position ", part.pos,
+                                       ", the session is at ", state.n(), " and goes back to ",
+                                       state.LowestRewind(), " or 0"));
   }
   if (rows > state.max_context() - part.pos) {
     return InvalidArgumentError(StrCat(where, " ends at position ", part.pos + rows,
                                        ", the session's context is ", state.max_context()));
   }
   if (!part.score_targets.empty() && part.score_targets.size() != part.tokens.size()) {
-    return InvalidArgumentError(StrCat(where, " has ", part.score_targets.size(),
-                                       " score targets for ", rows, " tokens"));
+    return InvalidArgumentError(
+        StrCat(where, " has ", part.score_targets.size(), " score targets for ", rows, " tokens"));
   }
   if (part.num_top < 0 || part.num_top > config_.vocab_size) {
-    return InvalidArgumentError(StrCat(where, ": num_top is ", part.num_top, ", must be from 0 to ",
-                                       config_.vocab_size));
+    return InvalidArgumentError(
+        StrCat(where, ": num_top is ", part.num_top, ", must be from 0 to ", config_.vocab_size));
   }
   RETURN_IF_ERROR(CheckTokens(part.tokens, 0, where, "tokens"));
   RETURN_IF_ERROR(CheckTokens(part.score_targets, -1, where, "score_targets"));
@@ -162,8 +162,8 @@ Status CpuEngine::Check(const StepPlan& plan) const {
     return InvalidArgumentError(StrCat(step, ": decode_steps is ", plan.decode_steps));
   }
   if (plan.num_rows() > options_.max_batch_rows) {
-    return InvalidArgumentError(StrCat(step, " has ", plan.num_rows(), " rows, a batch holds ",
-                                       options_.max_batch_rows));
+    return InvalidArgumentError(
+        StrCat(step, " has ", plan.num_rows(), " rows, a batch holds ", options_.max_batch_rows));
   }
   std::vector<uint64_t> seen;
   for (size_t i = 0; i < plan.parts.size(); ++i) {
@@ -193,9 +193,9 @@ Status CpuEngine::Score(const StepPlan& plan, const float* streams, StepResult& 
     for (size_t begin = 0; begin < part.score_targets.size(); begin += kScoreRows) {
       const int64_t count = std::min<int64_t>(kScoreRows, rows - static_cast<int64_t>(begin));
       const float* logits = transformer_.Logits(streams + (first_row + begin) * row_size, count);
-      RETURN_IF_ERROR(chooser_.Score(logits, {part.score_targets.data() + begin,
-                                              static_cast<size_t>(count)},
-                                     {nll.data() + begin, static_cast<size_t>(count)}));
+      RETURN_IF_ERROR(
+          chooser_.Score(logits, {part.score_targets.data() + begin, static_cast<size_t>(count)},
+                         {nll.data() + begin, static_cast<size_t>(count)}));
     }
     first_row += rows;
   }
@@ -222,8 +222,8 @@ Status CpuEngine::Sample(const StepPlan& plan, const std::vector<std::pair<int32
     output.pos = state->n();
     RETURN_IF_ERROR(chooser_.Choose({logits + i * local_vocab, static_cast<size_t>(local_vocab)},
                                     part.sampling, part.num_top, output));
-    output.is_stop = std::find(part.stop_ids.begin(), part.stop_ids.end(), output.token) !=
-                     part.stop_ids.end();
+    output.is_stop =
+        std::find(part.stop_ids.begin(), part.stop_ids.end(), output.token) != part.stop_ids.end();
     if (on_token) on_token(output);
     if (!output.is_stop && state->n() < state->max_context()) {
       running.push_back({output.part, state, output.token});
@@ -267,6 +267,9 @@ Result<StepResult> CpuEngine::Run(const StepPlan& plan, const TokenCallback& on_
     ASSIGN_OR_RETURN(streams, Forward(batch));
     RETURN_IF_ERROR(Sample(plan, sampled, streams, result, on_token, running));
   }
+  // All end a step together: a rank that is lost in it is noticed by the others, who know where.
+  comm_->set_site(static_cast<int>(config_.num_layers) - 1, "after the head, ending the step");
+  RETURN_IF_ERROR(comm_->Barrier());
   result.seconds = SecondsSince(start);
   result.comm_seconds = comm_->wait_seconds() - comm_start;
   return result;
@@ -286,7 +289,8 @@ Status CheckOptions(const EngineOptions& options, const ModelConfig& config) {
         StrCat("batch rows is ", options.max_batch_rows, ", must be from 1 to 65536"));
   }
   if (options.max_sessions < 1) {
-    return InvalidArgumentError(StrCat("sessions is ", options.max_sessions, ", must be at least 1"));
+    return InvalidArgumentError(
+        StrCat("sessions is ", options.max_sessions, ", must be at least 1"));
   }
   return OkStatus();
 }

@@ -130,13 +130,14 @@ Status TokenChooser::Choose(std::span<const float> logits, const SamplingParams&
                             int32_t num_top, TokenOutput& output) {
   Communicator& comm = *context_.comm;
   const int64_t vocab_size = context_.config->vocab_size;
-  comm.set_site(-1, "choosing a token");
+  comm.set_site(static_cast<int>(context_.config->num_layers) - 1,
+                "after the head, choosing a token");
   int64_t count = std::max(num_top, FirstCandidateCount(sampling, vocab_size));
   Candidates merged;
   WireDecision wire;
   while (true) {
-    ASSIGN_OR_RETURN(merged, GatherCandidates(logits, static_cast<int32_t>(count),
-                                              sampling.temperature));
+    ASSIGN_OR_RETURN(merged,
+                     GatherCandidates(logits, static_cast<int32_t>(count), sampling.temperature));
     // Every rank fails alike on bad logits, so nobody waits for a decision that does not come.
     ASSIGN_OR_RETURN(const Decision decision, Decide(sampling, output.pos, merged, vocab_size));
     wire = {static_cast<int32_t>(decision.kind), decision.token, decision.count, decision.lane,
@@ -150,8 +151,8 @@ Status TokenChooser::Choose(std::span<const float> logits, const SamplingParams&
   }
   output.token = wire.token;
   if (wire.kind == static_cast<int32_t>(Decision::Kind::kWalkLane)) {
-    RETURN_IF_ERROR(Walk(logits, sampling.temperature, merged, wire.lane, wire.residual,
-                         output.token));
+    RETURN_IF_ERROR(
+        Walk(logits, sampling.temperature, merged, wire.lane, wire.residual, output.token));
   }
   RETURN_IF_ERROR(CheckToken(output.token, 0));
   output.top.assign(merged.top.begin(),
@@ -162,8 +163,8 @@ Status TokenChooser::Choose(std::span<const float> logits, const SamplingParams&
 }
 
 // The lane's owner draws inside it and tells everyone.
-Status TokenChooser::Walk(std::span<const float> logits, float temperature, const Candidates& merged,
-                          int64_t lane, double residual, int32_t& token) {
+Status TokenChooser::Walk(std::span<const float> logits, float temperature,
+                          const Candidates& merged, int64_t lane, double residual, int32_t& token) {
   const int64_t num_lanes = context_.config->num_lanes;
   if (lane < 0 || lane >= num_lanes) {
     return DataLossError(StrCat("rank 0 sent lane ", lane, ", the model has ", num_lanes));
@@ -199,7 +200,7 @@ Result<float> TokenChooser::LogitOf(int32_t token, std::span<const float> logits
 Status TokenChooser::Score(const float* logits, std::span<const int32_t> targets,
                            std::span<float> nll) {
   Communicator& comm = *context_.comm;
-  comm.set_site(-1, "scoring rows");
+  comm.set_site(static_cast<int>(context_.config->num_layers) - 1, "after the head, scoring rows");
   const Range vocab = context_.plan->vocab;
   const int64_t rows = static_cast<int64_t>(targets.size());
   const int64_t row_bytes = max_lanes_ * kLaneBytes + sizeof(float);
