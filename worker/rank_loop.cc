@@ -91,8 +91,11 @@ void RankLoop::Handle(const GroupSpec& spec) {
   last_progress_ = {};
   const LogContext me{spec.rank, spec.epoch};
   LogInfo(me, StrCat("joining a group of ", spec.world_size(), " over ", spec.transport));
-  auto group = Group::Form(spec, parts_, &abort_, current_ticket_,
-                           [this](int64_t done, int64_t total) { ReportProgress(done, total); });
+  auto group =
+      Group::Form(spec, parts_, &abort_, current_ticket_, [this](int64_t done, int64_t total) {
+        ReportProgress(done, total);
+        return abort_.Check(current_ticket_).ok();
+      });
   if (!group.ok()) {
     LogError(me, StrCat("no group: ", group.status()));
     Send(ErrorEvent{group.status(), spec.rank, spec.epoch, true, 0});

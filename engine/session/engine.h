@@ -31,8 +31,8 @@ struct EngineStats {
 
 class Engine {
  public:
-  // done and total count bytes of this rank's weights.
-  using LoadProgress = std::function<void(int64_t done, int64_t total)>;
+  // done and total count bytes of this rank's weights; false calls the loading off (kCancelled).
+  using LoadProgress = std::function<bool(int64_t done, int64_t total)>;
   using TokenCallback = std::function<void(const TokenOutput&)>;
 
   // Reads this rank's slices (comm->rank() of comm->world_size(), lanes as comm->lanes()).

@@ -1,14 +1,19 @@
 #include "engine/weights/weight_loader.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <map>
 
+#include "engine/base/mapped_file.h"
 #include "engine/base/strings.h"
 #include "engine/tensor/quant.h"
 
 namespace ds4 {
 namespace {
+
+// Between two reports, and read ahead at once.
+constexpr int64_t kReportBytes = int64_t{32} << 20;
 
 class Loader {
  public:
@@ -30,7 +35,8 @@ class Loader {
 
   // A float vector (or small table), in float32; the rank's elements when the tensor is split.
   Status Vector(const std::string& name, std::vector<float>& out);
-  // A matrix, all experts' rows one after the other; the rank's rows of each when it is split by rows.
+  // A matrix, all experts' rows one after the other; the rank's rows of each when it is split by
+  // rows.
   Status Rows(const std::string& name, Matrix& out);
   // A matrix split by columns: [experts * local_lanes * rows, lane columns].
   Status LaneColumns(const std::string& name, Matrix& out);
@@ -40,14 +46,22 @@ class Loader {
     const TensorSlice* slice = nullptr;
     const std::byte* data = nullptr;
     int64_t columns = 0;
-    int64_t rows = 0;     // of one expert
+    int64_t rows = 0;  // of one expert
     int64_t experts = 1;
     int64_t row_bytes = 0;
   };
   Result<Source> Find(const std::string& name) const;
-  void Done(const TensorSlice& slice) {
-    done_bytes_ += slice.held_bytes;
-    if (progress_) progress_(done_bytes_, plan_.held_bytes);
+  // Fills `out` with `num_pieces` rows of `piece_bytes` each, piece i at piece(i).
+  Status Fill(const std::string& name, DType dtype, int64_t piece_bytes, int64_t num_pieces,
+              const std::function<const std::byte*(int64_t i)>& piece, Matrix& out);
+  // Counts bytes of the rank's slices that are in place; kCancelled when the caller wants no more.
+  Status Advance(int64_t bytes) {
+    done_bytes_ += bytes;
+    if (progress_ && !progress_(done_bytes_, plan_.held_bytes)) {
+      return CancelledError(StrCat("loading was called off after ", HumanBytes(done_bytes_), " of ",
+                                   HumanBytes(plan_.held_bytes)));
+    }
+    return OkStatus();
   }
 
   const ModelConfig& config_;
@@ -100,8 +114,7 @@ Status Loader::Vector(const std::string& name, std::vector<float>& out) {
   } else {
     out = std::move(all);
   }
-  Done(*source.slice);
-  return OkStatus();
+  return Advance(source.slice->held_bytes);
 }
 
 // A matrix type that kernels read.
@@ -116,19 +129,16 @@ Status Loader::Rows(const std::string& name, Matrix& out) {
   RETURN_IF_ERROR(CheckMatrixType(name, source.slice->dtype));
   const TensorSlice& slice = *source.slice;
   const Range rows = slice.spec.split == Split::kRows ? slice.range : Range{0, source.rows};
-  Result<Matrix> matrix =
-      Matrix::Create(slice.dtype, source.experts * rows.size(), source.columns);
+  const int64_t num_rows = source.experts * rows.size();
+  Result<Matrix> matrix = Matrix::Create(slice.dtype, num_rows, source.columns);
   if (!matrix.ok()) return matrix.status().WithContext(name);
   out = std::move(matrix).value();
-  int64_t to = 0;
-  for (int64_t e = 0; e < source.experts; ++e) {
-    for (int64_t r = rows.begin; r < rows.end; ++r) {
-      const std::byte* row = source.data + (e * source.rows + r) * source.row_bytes;
-      RETURN_IF_ERROR(out.SetRow(to++, slice.dtype, row).WithContext(name));
-    }
-  }
-  Done(slice);
-  return OkStatus();
+  const auto row = [&](int64_t i) {
+    const int64_t expert = i / rows.size();
+    const int64_t r = rows.begin + i % rows.size();
+    return source.data + (expert * source.rows + r) * source.row_bytes;
+  };
+  return Fill(name, slice.dtype, source.row_bytes, num_rows, row, out);
 }
 
 Status Loader::LaneColumns(const std::string& name, Matrix& out) {
@@ -138,21 +148,33 @@ Status Loader::LaneColumns(const std::string& name, Matrix& out) {
   const int64_t lane_columns = source.columns / config_.num_lanes;
   const int64_t lane_bytes = BytesFor(slice.dtype, lane_columns);
   const int64_t local_lanes = plan_.lanes.size();
-  Result<Matrix> matrix =
-      Matrix::Create(slice.dtype, source.experts * local_lanes * source.rows, lane_columns);
+  const int64_t num_rows = source.experts * local_lanes * source.rows;
+  Result<Matrix> matrix = Matrix::Create(slice.dtype, num_rows, lane_columns);
   if (!matrix.ok()) return matrix.status().WithContext(name);
   out = std::move(matrix).value();
-  int64_t to = 0;
-  for (int64_t e = 0; e < source.experts; ++e) {
-    for (int64_t lane = plan_.lanes.begin; lane < plan_.lanes.end; ++lane) {
-      for (int64_t r = 0; r < source.rows; ++r) {
-        const std::byte* part =
-            source.data + (e * source.rows + r) * source.row_bytes + lane * lane_bytes;
-        RETURN_IF_ERROR(out.SetRow(to++, slice.dtype, part).WithContext(name));
-      }
+  const auto part = [&](int64_t i) {
+    const int64_t r = i % source.rows;
+    const int64_t lane = plan_.lanes.begin + i / source.rows % local_lanes;
+    const int64_t expert = i / source.rows / local_lanes;
+    return source.data + (expert * source.rows + r) * source.row_bytes + lane * lane_bytes;
+  };
+  return Fill(name, slice.dtype, lane_bytes, num_rows, part, out);
+}
+
+Status Loader::Fill(const std::string& name, DType dtype, int64_t piece_bytes, int64_t num_pieces,
+                    const std::function<const std::byte*(int64_t i)>& piece, Matrix& out) {
+  const int64_t pieces_at_once = std::max<int64_t>(1, kReportBytes / piece_bytes);
+  for (int64_t first = 0; first < num_pieces; first += pieces_at_once) {
+    const int64_t end = std::min(num_pieces, first + pieces_at_once);
+    // Ask for the whole stretch at once; pieces rise in the file but for the turn to another lane.
+    const std::byte* from = piece(first);
+    const std::byte* to = piece(end - 1) + piece_bytes;
+    if (from < to) Prefetch({from, to});
+    for (int64_t i = first; i < end; ++i) {
+      RETURN_IF_ERROR(out.SetRow(i, dtype, piece(i)).WithContext(name));
     }
+    RETURN_IF_ERROR(Advance((end - first) * piece_bytes));
   }
-  Done(slice);
   return OkStatus();
 }
 
@@ -166,12 +188,11 @@ Status Loader::HashIds(const std::string& name, std::vector<int32_t>& out) {
   std::memcpy(out.data(), source.data, out.size() * sizeof(int32_t));
   for (size_t i = 0; i < out.size(); ++i) {
     if (out[i] < 0 || out[i] >= config_.num_experts) {
-      return DataLossError(StrCat(name, "[", i, "] is expert ", out[i], ", the model has ",
-                                  config_.num_experts));
+      return DataLossError(
+          StrCat(name, "[", i, "] is expert ", out[i], ", the model has ", config_.num_experts));
     }
   }
-  Done(*source.slice);
-  return OkStatus();
+  return Advance(source.slice->held_bytes);
 }
 
 Status Loader::LoadHyperConnection(const std::string& name, HyperConnectionTensors& out) {

@@ -1,4 +1,5 @@
-// Reads one rank's slices from a mapped GGUF file into place; touches no other bytes of the tensors.
+// Reads one rank's slices from a mapped GGUF file into place; touches no other bytes of the
+// tensors.
 #pragma once
 
 #include <functional>
@@ -10,11 +11,11 @@
 
 namespace ds4 {
 
-// Bytes of the plan's slices done and in all.
-using WeightProgress = std::function<void(int64_t done, int64_t total)>;
+// Bytes of the plan's slices done and in all, at least every 32 MiB; false calls the loading off.
+using WeightProgress = std::function<bool(int64_t done, int64_t total)>;
 
-// kUnimplemented: a matrix in a type without kernels (named); kDataLoss: an expert id or a scale that
-// cannot be; kResourceExhausted: no memory.
+// kUnimplemented: a matrix in a type without kernels (named); kDataLoss: an expert id or a scale
+// that cannot be; kResourceExhausted: no memory; kCancelled: called off.
 Result<Weights> LoadWeights(const ModelConfig& config, const GgufFile& file, const RankPlan& plan,
                             const WeightProgress& progress);
 

@@ -25,21 +25,21 @@ struct CompressorTensors {
 };
 
 struct IndexerTensors {
-  Matrix q_b;               // [num_index_heads * index_head_dim, q_lora_rank]
-  Matrix proj;              // [num_index_heads, D]
+  Matrix q_b;   // [num_index_heads * index_head_dim, q_lora_rank]
+  Matrix proj;  // [num_index_heads, D]
   CompressorTensors compressor;
 };
 
 // "local" sizes are this rank's part (RankPlan).
 struct AttentionTensors {
-  std::vector<float> norm;       // [D]
-  Matrix q_a;                    // [q_lora_rank, D]
-  std::vector<float> q_a_norm;   // [q_lora_rank]
-  Matrix q_b;                    // [local_heads * head_dim, q_lora_rank]
-  Matrix kv;                     // [head_dim, D]
-  std::vector<float> kv_norm;    // [head_dim]
-  std::vector<float> sinks;      // [local_heads]
-  Matrix o_a;                    // [local_groups * output_lora_rank, heads_per_group * head_dim]
+  std::vector<float> norm;      // [D]
+  Matrix q_a;                   // [q_lora_rank, D]
+  std::vector<float> q_a_norm;  // [q_lora_rank]
+  Matrix q_b;                   // [local_heads * head_dim, q_lora_rank]
+  Matrix kv;                    // [head_dim, D]
+  std::vector<float> kv_norm;   // [head_dim]
+  std::vector<float> sinks;     // [local_heads]
+  Matrix o_a;                   // [local_groups * output_lora_rank, heads_per_group * head_dim]
   // One matrix per lane, one after the other, so that each streams in order:
   Matrix o_b;                    // [local_lanes * D, groups_per_lane * output_lora_rank]
   CompressorTensors compressor;  // CSA, HCA
@@ -73,16 +73,16 @@ struct MtpTensors {
   Matrix h_proj;             // [D, D]
   BlockTensors block;
   HyperConnectionTensors head_hc;
-  std::vector<float> norm;   // [D]
+  std::vector<float> norm;  // [D]
 };
 
 struct Weights {
-  Matrix embedding;                // [vocab, D]
+  Matrix embedding;  // [vocab, D]
   std::vector<BlockTensors> blocks;
   HyperConnectionTensors head_hc;
-  std::vector<float> norm;         // [D]
-  Matrix head;                     // [local_vocab, D]
-  std::vector<MtpTensors> mtp;     // none or one
+  std::vector<float> norm;      // [D]
+  Matrix head;                  // [local_vocab, D]
+  std::vector<MtpTensors> mtp;  // none or one
   int64_t size_bytes = 0;
 };
 

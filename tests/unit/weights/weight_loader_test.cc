@@ -1,6 +1,6 @@
-// Goal: what the ranks hold together is the file, value for value; damage and types without kernels are
-// named. Method: the small model with random weights; every rank's slices read back as float32 and
-// compared with the file's own values at their place.
+// Goal: what the ranks hold together is the file, value for value; damage and types without kernels
+// are named. Method: the small model with random weights; every rank's slices read back as float32
+// and compared with the file's own values at their place.
 
 #include "engine/weights/weight_loader.h"
 
@@ -65,8 +65,8 @@ class Checker {
   }
   void Sinks(const std::string& name, const std::vector<float>& got) {
     const std::vector<float> all = FileValues(*model_.file, name);
-    EXPECT_EQ(got, std::vector<float>(all.begin() + plan_.heads.begin,
-                                      all.begin() + plan_.heads.end))
+    EXPECT_EQ(got,
+              std::vector<float>(all.begin() + plan_.heads.begin, all.begin() + plan_.heads.end))
         << name;
     num_values_ += static_cast<int64_t>(got.size());
   }
@@ -111,7 +111,8 @@ class Checker {
   int64_t num_values_ = 0;
 };
 
-void CheckHyperConnection(Checker& check, const std::string& name, const HyperConnectionTensors& hc) {
+void CheckHyperConnection(Checker& check, const std::string& name,
+                          const HyperConnectionTensors& hc) {
   check.Rows(name + "_fn.weight", hc.fn);
   check.Vector(name + "_base.weight", hc.base);
   check.Vector(name + "_scale.weight", hc.scale);
@@ -202,8 +203,7 @@ int64_t PlannedValues(const RankPlan& plan) {
 
 TEST(WeightLoaderTest, RanksHoldTheFileInEveryType) {
   for (DType type : {DType::kF32, DType::kF16, DType::kBF16, DType::kQ8_0}) {
-    const std::string path =
-        WriteSmallModel(StrCat("weights_", Info(type).name), {.type = type});
+    const std::string path = WriteSmallModel(StrCat("weights_", Info(type).name), {.type = type});
     for (const LaneLayout& layout : {LaneLayout::Even(8, 1), LaneLayout::Even(8, 3),
                                      LaneLayout::Even(8, 8), LaneLayout{8, {0, 1, 8}}}) {
       const Loaded model = Open(path, layout);
@@ -238,17 +238,30 @@ TEST(WeightLoaderTest, ProgressRisesToTheTotalExactly) {
   for (const RankPlan& plan : model.plan.ranks) {
     int64_t last = 0;
     size_t calls = 0;
-    ASSERT_TRUE(LoadWeights(model.config, *model.file, plan,
-                            [&](int64_t done, int64_t total) {
-                              EXPECT_GT(done, last);
-                              EXPECT_EQ(total, plan.held_bytes);
-                              last = done;
-                              ++calls;
-                            })
-                    .ok());
+    ASSERT_TRUE(LoadWeights(model.config, *model.file, plan, [&](int64_t done, int64_t total) {
+                  EXPECT_GT(done, last);
+                  EXPECT_EQ(total, plan.held_bytes);
+                  last = done;
+                  ++calls;
+                  return true;
+                }).ok());
     EXPECT_EQ(last, plan.held_bytes);
-    EXPECT_EQ(calls, plan.slices.size());
+    EXPECT_EQ(calls, plan.slices.size());  // each tensor is shorter than a report's stretch
   }
+}
+
+TEST(WeightLoaderTest, LoadingEndsWhereItIsCalledOff) {
+  const Loaded model =
+      Open(WriteSmallModel("called_off", {.type = DType::kQ8_0}), LaneLayout::Even(8, 2));
+  const RankPlan& plan = model.plan.ranks[0];
+  int64_t last = 0;
+  const Status status = LoadWeights(model.config, *model.file, plan, [&](int64_t done, int64_t) {
+                          last = done;
+                          return done < plan.held_bytes / 2;
+                        }).status();
+  EXPECT_EQ(status.code(), StatusCode::kCancelled);
+  EXPECT_GE(last, plan.held_bytes / 2);
+  EXPECT_LT(last, plan.held_bytes);
 }
 
 TEST(WeightLoaderTest, MatricesInTypesWithoutKernelsAreNamed) {
@@ -289,9 +302,9 @@ TEST(WeightLoaderTest, DamagedValuesAreNamedWithTheirIndex) {
   };
   EXPECT_THAT(damaged("blk.2.attn_norm.weight", 7, std::numeric_limits<float>::quiet_NaN()),
               HasSubstr("blk.2.attn_norm.weight[7] is nan"));
-  EXPECT_THAT(damaged("blk.1.attn_compressor_ape.weight", 70,
-                      std::numeric_limits<float>::infinity()),
-              HasSubstr("blk.1.attn_compressor_ape.weight[70] is inf"));
+  EXPECT_THAT(
+      damaged("blk.1.attn_compressor_ape.weight", 70, std::numeric_limits<float>::infinity()),
+      HasSubstr("blk.1.attn_compressor_ape.weight[70] is inf"));
   EXPECT_THAT(damaged("blk.0.ffn_gate_tid2eid.weight", 193, int32_t{6}),
               HasSubstr("blk.0.ffn_gate_tid2eid.weight[193] is expert 6, the model has 6"));
   EXPECT_THAT(damaged("blk.0.ffn_gate_tid2eid.weight", 0, int32_t{-1}),

@@ -2,6 +2,7 @@
 // memory, and a sink that records events.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <functional>
@@ -10,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include "engine/base/strings.h"
@@ -45,6 +47,9 @@ class FakeWorld {
     std::lock_guard lock(mutex_);
     return load_status_;
   }
+  // Loading goes on until it is called off.
+  void set_endless_load(bool endless) { endless_load_ = endless; }
+  bool endless_load() const { return endless_load_; }
 
   // Engines alive now: tells whether a group has been freed.
   void AddEngines(int change) {
@@ -71,6 +76,7 @@ class FakeWorld {
   std::condition_variable changed_;
   RunHook run_hook_;
   Status load_status_;
+  std::atomic<bool> endless_load_ = false;
   int num_engines_ = 0;
   std::map<uint64_t, std::vector<std::unique_ptr<Transport>>> hubs_;
 };
@@ -139,6 +145,10 @@ inline WorkerParts FakeParts(FakeWorld* world) {
                           const EngineOptions& options, Communicator* comm,
                           const Engine::LoadProgress& progress) -> Result<std::unique_ptr<Engine>> {
     RETURN_IF_ERROR(world->load_status());
+    while (world->endless_load()) {
+      if (!progress(1, 1000)) return CancelledError("called off");
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     for (int i = 1; i <= 50; ++i) progress(20 * i, 1000);
     return std::unique_ptr<Engine>(std::make_unique<FakeEngine>(world, comm, options));
   };

@@ -221,6 +221,19 @@ TEST_F(RankLoopTest, AFailedLoadIsReportedAndFreesTheGroup) {
   rank_.Join(2, 0, 1);
 }
 
+TEST_F(RankLoopTest, LeaveGroupEndsALoadOnItsWay) {
+  world_.set_endless_load(true);
+  rank_.Do(MakeSpec(3, 0, 1));
+  ASSERT_TRUE(rank_.sink.Next<LoadProgressEvent>());
+  rank_.Do(LeaveGroupCommand{});
+  auto error = rank_.sink.Next<ErrorEvent>();
+  ASSERT_TRUE(error);
+  EXPECT_THAT(error->status.message(), HasSubstr("LeaveGroup"));
+  world_.set_endless_load(false);
+  rank_.Do(MakeSpec(4, 0, 1));
+  EXPECT_TRUE(rank_.sink.Next<GroupReadyEvent>());
+}
+
 TEST_F(RankLoopTest, TooManyWaitingCommandsAreRefused) {
   rank_.Join(1, 0, 1);
   std::atomic<bool> started = false;
