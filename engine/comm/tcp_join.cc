@@ -20,8 +20,10 @@ namespace ds4 {
 
 namespace asio = boost::asio;
 using Tcp = asio::ip::tcp;
-using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
+namespace {
+using Clock = std::chrono::steady_clock;
+}  // namespace
 
 struct TcpListener::Impl {
   asio::io_context io;
