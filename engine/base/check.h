@@ -1,5 +1,6 @@
-// CHECK(condition) << "more": for bugs of ours only; prints where and what, then aborts. Bytes from a
-// file or the network never reach a CHECK: they get a Status. DCHECK is for hot loops, off in release.
+// CHECK(condition) << "more": for bugs of ours only; prints where and what, then aborts. Bytes from
+// a file or the network never reach a CHECK: they get a Status. DCHECK is for hot loops, off in
+// release.
 #pragma once
 
 #include <sstream>
@@ -25,9 +26,10 @@ struct CheckVoidify {
 
 }  // namespace ds4
 
-#define CHECK(condition)    \
-  (condition) ? (void)0     \
-              : ::ds4::CheckVoidify() & ::ds4::CheckFailure(__FILE__, __LINE__, #condition).stream()
+#define CHECK(condition) \
+  (condition)            \
+      ? (void)0          \
+      : ::ds4::CheckVoidify() & ::ds4::CheckFailure(__FILE__, __LINE__, #condition).stream()
 
 #ifdef NDEBUG
 #define DCHECK(condition) CHECK(true || (condition))

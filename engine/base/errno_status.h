@@ -7,8 +7,8 @@
 
 namespace ds4 {
 
-// "cannot <action> <path>: <what errno says>", with the code that fits: kNotFound, kPermissionDenied,
-// kResourceExhausted for a full disk, else kInternal.
+// "cannot <action> <path>: <what errno says>", with the code that fits: kNotFound,
+// kPermissionDenied, kResourceExhausted for a full disk, else kInternal.
 Status ErrnoStatus(const std::string& action, const std::string& path, int error);
 
 }  // namespace ds4

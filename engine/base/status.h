@@ -1,9 +1,9 @@
 // Status and Result: how anything that can go wrong in a right program is reported.
 // Codes have the numbers of gRPC and absl, so proto/rpc_status maps them one to one.
-// A code tells the caller what to do: kInvalidArgument fix it, kFailedPrecondition wrong epoch or not
-// loaded, kResourceExhausted wait, kUnavailable retry elsewhere, kAborted another rank failed this
-// step, kDataLoss bytes differ, kInternal a bug of ours. Messages hold what, where and both values.
-// Thread-compatible values.
+// A code tells the caller what to do: kInvalidArgument fix it, kFailedPrecondition wrong epoch or
+// not loaded, kResourceExhausted wait, kUnavailable retry elsewhere, kAborted another rank failed
+// this step, kDataLoss bytes differ, kInternal a bug of ours. Messages hold what, where and both
+// values. Thread-compatible values.
 #pragma once
 
 #include <optional>
@@ -113,8 +113,8 @@ class [[nodiscard]] Result {
 #define DS4_CONCAT(a, b) DS4_CONCAT_INNER(a, b)
 
 // Returns the status of `expr` from the enclosing function unless it is OK.
-#define RETURN_IF_ERROR(expr)                          \
-  do {                                                 \
+#define RETURN_IF_ERROR(expr)                                                   \
+  do {                                                                          \
     if (::ds4::Status ds4_status = (expr); !ds4_status.ok()) return ds4_status; \
   } while (false)
 

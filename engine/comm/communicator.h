@@ -15,9 +15,10 @@ namespace ds4 {
 
 // Collective: every rank of the group makes the same calls in the same order with the same sizes; a
 // frame that does not fit (sequence number or size) is kInternal naming both values and breaks the
-// group. Calls block up to the deadline set with set_timeout (kDeadlineExceeded names the peer and the
-// site). A lost peer is kUnavailable. Once broken, a communicator stays broken: every later call
-// returns the first error at once. Thread: one at a time (the rank's own), but Abort may come from any.
+// group. Calls block up to the deadline set with set_timeout (kDeadlineExceeded names the peer and
+// the site). A lost peer is kUnavailable. Once broken, a communicator stays broken: every later
+// call returns the first error at once. Thread: one at a time (the rank's own), but Abort may come
+// from any.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -44,7 +45,8 @@ class Communicator {
   virtual void set_site(int layer, const char* what) = 0;
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
 
-  // Seconds spent so far inside exchanges with peers (sending, receiving, waiting). Rank thread only.
+  // Seconds spent so far inside exchanges with peers (sending, receiving, waiting). Rank thread
+  // only.
   virtual double wait_seconds() const { return 0; }
 
   // Breaks the group from any thread: a call in flight returns `why` soon, later calls at once.

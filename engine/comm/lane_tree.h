@@ -1,8 +1,9 @@
 // The fixed order in which a split sum is added (architecture 4, docs/adr/0004). Pure.
 //
 // A sum that ranks share is num_lanes lane vectors added in one balanced binary tree,
-// ((0+1)+(2+3))+((4+5)+(6+7)). A rank owns whole lanes [begin, end), adds the aligned subtrees that lie
-// inside its range, and sends their roots; everyone adds the rest of the tree in the same order.
+// ((0+1)+(2+3))+((4+5)+(6+7)). A rank owns whole lanes [begin, end), adds the aligned subtrees that
+// lie inside its range, and sends their roots; everyone adds the rest of the tree in the same
+// order.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,8 @@
 
 namespace ds4 {
 
-// Which lanes each rank owns: rank r has [begin[r], begin[r+1]). begin[0] = 0, the last is num_lanes.
+// Which lanes each rank owns: rank r has [begin[r], begin[r+1]). begin[0] = 0, the last is
+// num_lanes.
 struct LaneLayout {
   int num_lanes = 8;  // a power of two
   std::vector<int> begin;
@@ -48,6 +50,7 @@ void AddLanes(int begin, int end, const float* lanes, int64_t count, float* root
 //   roots: for each rank in order its roots [num_subtrees(rank)][count], given as one pointer per
 //   subtree in lane order over the whole layout; out: [count], may be one of the inputs (the same
 //   address), but must not overlap one otherwise.
-void AddRoots(const LaneLayout& layout, std::span<const float* const> roots, int64_t count, float* out);
+void AddRoots(const LaneLayout& layout, std::span<const float* const> roots, int64_t count,
+              float* out);
 
 }  // namespace ds4

@@ -28,12 +28,12 @@ class Transport {
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
-  virtual std::string name() const = 0;                 // "local", "tcp", "grpc"
-  virtual std::string peer_name(int peer) const = 0;    // "rank 2 (10.0.0.3:9911)"
+  virtual std::string name() const = 0;               // "local", "tcp", "grpc"
+  virtual std::string peer_name(int peer) const = 0;  // "rank 2 (10.0.0.3:9911)"
 
   // Starts all sends and receives at once and returns when all are done. `sequence` goes into every
-  // frame; a frame with another sequence or size is kInternal with both values. At most one send and
-  // one receive per peer and call. kDeadlineExceeded, kUnavailable name the peers not done yet.
+  // frame; a frame with another sequence or size is kInternal with both values. At most one send
+  // and one receive per peer and call. kDeadlineExceeded, kUnavailable name the peers not done yet.
   virtual Status Exchange(uint64_t sequence, std::span<const SendOp> sends,
                           std::span<const RecvOp> recvs,
                           std::chrono::steady_clock::time_point deadline) = 0;

@@ -3,9 +3,10 @@
 // Order of additions (docs/adr/0004): the result for one (t, r) depends on w[r] and x[t] only,
 // never on the number of rows, the threads or the instruction set.
 //  F32/F16/BF16: 32 partial sums; partial p takes k = p, p+32, p+64, ... in rising order, each step
-//    one fused multiply-add in float32; columns past the end, up to a multiple of 32, count as zeros.
-//    Then a balanced tree: 16 = p + (p+16), 8, 4, 2, 1.
-//  Q8_0: x is rounded to int8 blocks of 32 with a float32 scale (quantize.h). 16 partial sums; block
+//    one fused multiply-add in float32; columns past the end, up to a multiple of 32, count as
+//    zeros. Then a balanced tree: 16 = p + (p+16), 8, 4, 2, 1.
+//  Q8_0: x is rounded to int8 blocks of 32 with a float32 scale (quantize.h). 16 partial sums;
+//  block
 //    b, group g (k = 32b+4g .. +3, g < 8) adds to partial p = 8*(b%2)+g:
 //    acc[p] = Fma(dw * dx, float(exact int32 sum of 4 products), acc[p]), blocks in rising order.
 //    Then the tree: 8 = p + (p+8), 4, 2, 1.

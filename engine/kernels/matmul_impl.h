@@ -239,7 +239,8 @@ void RunMatMul(const MatMulTask& task) {
   int64_t r = task.row_begin;
   if (task.num_x == 1) {
     if (task.cols <= kShortColumns) {
-      for (; r + Kernel::kW <= task.row_end; r += Kernel::kW) RunTile<Kernel, Kernel::kW, 1>(task, r, 0);
+      for (; r + Kernel::kW <= task.row_end; r += Kernel::kW)
+        RunTile<Kernel, Kernel::kW, 1>(task, r, 0);
     }
     for (; r < task.row_end; ++r) RunInputs<Kernel, 1, Kernel::kX>(task, r, 0, task.num_x);
     return;

@@ -47,7 +47,8 @@ class Hasher {
   XXH3_state_t state_;
 };
 
-void HashCompressor(const LayerConfig& layer, const CompressorState& state, int64_t n, Hasher& hash) {
+void HashCompressor(const LayerConfig& layer, const CompressorState& state, int64_t n,
+                    Hasher& hash) {
   hash.Add(state.rows.data(), n / layer.compress_ratio * state.dim);
   // What the next row will pool: the started window and, for CSA, the one before.
   const int64_t started = n / layer.compress_ratio * layer.compress_ratio;
@@ -82,10 +83,9 @@ Result<std::unique_ptr<KvState>> KvState::Create(const ModelConfig& config, int6
   try {
     return std::unique_ptr<KvState>(new KvState(config, max_context, max_batch_rows));
   } catch (const std::bad_alloc&) {
-    return ResourceExhaustedError(
-        StrCat("no memory for a session of ", max_context, " tokens: it takes ",
-               HumanBytes(SizeBytes(config, max_context, max_batch_rows)),
-               "; lower the context limit"));
+    return ResourceExhaustedError(StrCat(
+        "no memory for a session of ", max_context, " tokens: it takes ",
+        HumanBytes(SizeBytes(config, max_context, max_batch_rows)), "; lower the context limit"));
   }
 }
 
@@ -109,8 +109,8 @@ KvState::KvState(const ModelConfig& config, int64_t max_context, int64_t max_bat
 }
 
 // Writing position q takes the slot of q - R. With R = window + slack, the oldest window row that n
-// needs, n - window + 1, is still there while high_water <= n + slack; the pending rings have the same
-// slack over what they need.
+// needs, n - window + 1, is still there while high_water <= n + slack; the pending rings have the
+// same slack over what they need.
 int64_t KvState::LowestRewind() const { return std::max<int64_t>(0, high_water_ - slack_); }
 
 Status KvState::Rewind(int64_t n) {

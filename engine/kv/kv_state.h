@@ -1,11 +1,12 @@
-// One session's caches on one rank: rings and rows addressed by absolute position (spec 3.4), so that
-// everything a later step reads is a function of the position n. Going back is setting n.
+// One session's caches on one rank: rings and rows addressed by absolute position (spec 3.4), so
+// that everything a later step reads is a function of the position n. Going back is setting n.
 //
-// What each layer keeps, with R = window + slack slots and so on (slack = max_batch_rows + kDraftSlack):
+// What each layer keeps, with R = window + slack slots and so on (slack = max_batch_rows +
+// kDraftSlack):
 //   window ring      [window + slack, head_dim]   kv row of position p in slot p mod R
-//   pending rings    [m or 2m + slack, width] x 2 compressor value and score (with ape) of position p
-//   compressed rows  [context / m, head_dim]      row w covers positions w*m .. w*m + m-1
-//   index keys       [context / m, index_dim]     CSA only
+//   pending rings    [m or 2m + slack, width] x 2 compressor value and score (with ape) of position
+//   p compressed rows  [context / m, head_dim]      row w covers positions w*m .. w*m + m-1 index
+//   keys       [context / m, index_dim]     CSA only
 // Rows at or above n / m are stale and never read. Thread-compatible.
 #pragma once
 
@@ -29,7 +30,9 @@ class Ring {
     data_.resize(num_slots * width);
   }
   float* at(int64_t position) { return data_.data() + (position % num_slots_) * width_; }
-  const float* at(int64_t position) const { return data_.data() + (position % num_slots_) * width_; }
+  const float* at(int64_t position) const {
+    return data_.data() + (position % num_slots_) * width_;
+  }
   int64_t width() const { return width_; }
   int64_t size_bytes() const { return static_cast<int64_t>(data_.size() * sizeof(float)); }
 

@@ -13,8 +13,8 @@ namespace ds4 {
 class Activation {
  public:
   // View of x: [num_rows, cols], row stride `stride`. `quantized` asks for the int8 form too.
-  ActivationView Make(const float* x, int64_t num_rows, int64_t cols, int64_t stride, bool quantized,
-                      ThreadPool& pool) {
+  ActivationView Make(const float* x, int64_t num_rows, int64_t cols, int64_t stride,
+                      bool quantized, ThreadPool& pool) {
     ActivationView view{num_rows, cols, x, stride, nullptr, nullptr};
     if (quantized) {
       int8_t* q = q_.Get(num_rows * cols);

@@ -18,10 +18,9 @@ AttentionLayer::AttentionLayer(const RankContext& context)
       config_(*context.config),
       local_heads_(context.plan->heads.size()),
       plain_frequencies_(RopeFrequencies(config_.rope_base, config_.rope_dim)),
-      yarn_frequencies_(YarnFrequencies(
-          config_.compress_rope_base, config_.rope_dim,
-          {config_.yarn_factor, config_.yarn_original_context, config_.yarn_beta_fast,
-           config_.yarn_beta_slow})),
+      yarn_frequencies_(YarnFrequencies(config_.compress_rope_base, config_.rope_dim,
+                                        {config_.yarn_factor, config_.yarn_original_context,
+                                         config_.yarn_beta_fast, config_.yarn_beta_slow})),
       group_activations_(context.plan->groups.size()),
       lane_activations_(context.plan->lanes.size()),
       num_roots_(context.num_roots()) {}
@@ -69,13 +68,13 @@ void AttentionLayer::Project(const LayerConfig& layer, const AttentionTensors& w
 
   const IndexerTensors& indexer = weights.indexer;
   const bool csa = layer.attention == AttentionKind::kCompressed;
-  const ActivationView input =
-      x_activation_.Make(normed, rows_, hidden, hidden, NeedsQuantized(weights.q_a) ||
-                             NeedsQuantized(weights.kv) || NeedsQuantized(weights.compressor.kv) ||
-                             NeedsQuantized(weights.compressor.gate) ||
-                             NeedsQuantized(indexer.proj) ||
-                             NeedsQuantized(indexer.compressor.kv) ||
-                             NeedsQuantized(indexer.compressor.gate), pool);
+  const ActivationView input = x_activation_.Make(
+      normed, rows_, hidden, hidden,
+      NeedsQuantized(weights.q_a) || NeedsQuantized(weights.kv) ||
+          NeedsQuantized(weights.compressor.kv) || NeedsQuantized(weights.compressor.gate) ||
+          NeedsQuantized(indexer.proj) || NeedsQuantized(indexer.compressor.kv) ||
+          NeedsQuantized(indexer.compressor.gate),
+      pool);
   std::vector<MatMulJob>& jobs = jobs_;
   jobs.clear();
   const auto project = [&](const Matrix& matrix, const ActivationView& from, Scratch<float>& to) {
@@ -95,10 +94,11 @@ void AttentionLayer::Project(const LayerConfig& layer, const AttentionTensors& w
   MatMul(jobs, pool);
 
   float* q_low = q_low_.Get(0);
-  RmsNorm(q_low, weights.q_a_norm.data(), rows_, config_.q_lora_rank, config_.norm_eps, q_low, pool);
-  const ActivationView low = qr_activation_.Make(
-      q_low, rows_, config_.q_lora_rank, config_.q_lora_rank,
-      NeedsQuantized(weights.q_b) || NeedsQuantized(indexer.q_b), pool);
+  RmsNorm(q_low, weights.q_a_norm.data(), rows_, config_.q_lora_rank, config_.norm_eps, q_low,
+          pool);
+  const ActivationView low =
+      qr_activation_.Make(q_low, rows_, config_.q_lora_rank, config_.q_lora_rank,
+                          NeedsQuantized(weights.q_b) || NeedsQuantized(indexer.q_b), pool);
   jobs.clear();
   project(weights.q_b, low, q_);
   if (csa) project(indexer.q_b, low, index_q_);
@@ -118,8 +118,10 @@ void AttentionLayer::Project(const LayerConfig& layer, const AttentionTensors& w
 void AttentionLayer::StoreWindow(const AttentionTensors& weights,
                                  const std::vector<LayerState*>& states) {
   float* kv = kv_.Get(0);
-  RmsNorm(kv, weights.kv_norm.data(), rows_, config_.head_dim, config_.norm_eps, kv, *context_.pool);
-  ApplyRope(kv, rows_, 1, config_.head_dim, config_.rope_dim / 2, cos_, sin_, false, *context_.pool);
+  RmsNorm(kv, weights.kv_norm.data(), rows_, config_.head_dim, config_.norm_eps, kv,
+          *context_.pool);
+  ApplyRope(kv, rows_, 1, config_.head_dim, config_.rope_dim / 2, cos_, sin_, false,
+            *context_.pool);
   for (int64_t t = 0; t < rows_; ++t) {
     std::copy_n(kv + t * config_.head_dim, config_.head_dim, states[t]->window.at(positions_[t]));
   }
@@ -127,8 +129,8 @@ void AttentionLayer::StoreWindow(const AttentionTensors& weights,
 
 void AttentionLayer::StoreAllCompressed(const LayerConfig& layer, const AttentionTensors& weights,
                                         const std::vector<LayerState*>& states) {
-  // The rows that close a window, and the rotation of the compressed row each one makes: that of the
-  // window's first token.
+  // The rows that close a window, and the rotation of the compressed row each one makes: that of
+  // the window's first token.
   closing_.clear();
   closing_positions_.clear();
   for (int64_t t = 0; t < rows_; ++t) {
@@ -176,10 +178,12 @@ void AttentionLayer::StoreCompressed(const LayerConfig& layer, const CompressorT
   });
 }
 
-// Pools the window that ends at `pos`, norms and turns the new row: series a (first half) of the window
-// before, then series b (second half) of this one; with no overlap one series and only this window.
-void AttentionLayer::PoolRow(const LayerConfig& layer, const CompressorTensors& weights, int64_t pos,
-                             const float* cos, const float* sin, CompressorState& state) {
+// Pools the window that ends at `pos`, norms and turns the new row: series a (first half) of the
+// window before, then series b (second half) of this one; with no overlap one series and only this
+// window.
+void AttentionLayer::PoolRow(const LayerConfig& layer, const CompressorTensors& weights,
+                             int64_t pos, const float* cos, const float* sin,
+                             CompressorState& state) {
   const bool overlap = layer.attention == AttentionKind::kCompressed;
   const int64_t first = pos + 1 - layer.compress_ratio;
   thread_local std::vector<const float*> slots, slot_scores;  // keep their memory from call to call
@@ -202,8 +206,8 @@ void AttentionLayer::PoolRow(const LayerConfig& layer, const CompressorTensors& 
   ApplyRope(out, 1, 1, state.dim, config_.rope_dim / 2, cos, sin, false, *context_.pool);
 }
 
-// The keys of each row in the order in which they are added: window from old to new, then compressed
-// rows from old to new. Row w is visible to position t when w < (t + 1) / ratio.
+// The keys of each row in the order in which they are added: window from old to new, then
+// compressed rows from old to new. Row w is visible to position t when w < (t + 1) / ratio.
 void AttentionLayer::ListKeys(const LayerConfig& layer, const std::vector<LayerState*>& states,
                               IndexPicks* picks) {
   if (static_cast<int64_t>(keys_.size()) < rows_) keys_.resize(rows_);
@@ -211,8 +215,8 @@ void AttentionLayer::ListKeys(const LayerConfig& layer, const std::vector<LayerS
   const auto list = [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) ListRowKeys(layer, *states[t], t, picks);
   };
-  // Few rows: each splits its scores over the threads instead (ChooseRows). Not through ParallelFor,
-  // inside which that would run on one thread.
+  // Few rows: each splits its scores over the threads instead (ChooseRows). Not through
+  // ParallelFor, inside which that would run on one thread.
   if (rows_ < context_.pool->num_threads()) {
     list(0, rows_);
   } else {
@@ -252,10 +256,11 @@ int64_t AttentionLayer::ChooseRows(LayerState& state, int64_t row, int64_t visib
   row_scores.resize(visible);
   // Not `row_scores` itself: in another thread that name is another vector.
   float* scores = row_scores.data();
-  context_.pool->ParallelFor(visible, MinParallelRows(heads * dim), [&](int64_t begin, int64_t end) {
-    IndexerScores(index_q_.Get(0) + row * heads * dim, index_weights_.Get(0) + row * heads, heads,
-                  dim, state.indexer.row(begin), end - begin, scale, scores + begin);
-  });
+  context_.pool->ParallelFor(
+      visible, MinParallelRows(heads * dim), [&](int64_t begin, int64_t end) {
+        IndexerScores(index_q_.Get(0) + row * heads * dim, index_weights_.Get(0) + row * heads,
+                      heads, dim, state.indexer.row(begin), end - begin, scale, scores + begin);
+      });
   return TopKIndices(scores, visible, config_.index_top_k, picked);
 }
 
@@ -275,9 +280,9 @@ Status AttentionLayer::Output(const AttentionTensors& weights, float* out) {
   std::vector<MatMulJob>& jobs = jobs_;
   jobs.clear();
   for (int64_t g = 0; g < groups; ++g) {
-    const ActivationView input =
-        group_activations_[g].Make(attended + g * group_in, rows_, group_in,
-                                   local_heads_ * config_.head_dim, NeedsQuantized(weights.o_a), pool);
+    const ActivationView input = group_activations_[g].Make(
+        attended + g * group_in, rows_, group_in, local_heads_ * config_.head_dim,
+        NeedsQuantized(weights.o_a), pool);
     float* y = low + g / groups_per_lane * rows_ * lane_in + g % groups_per_lane * rank;
     jobs.push_back({weights.o_a.view().Rows(g * rank, rank), input, y, lane_in, false});
   }

@@ -1,5 +1,5 @@
-// One attention site: projections, compressors, indexer, attention over window and chosen rows, grouped
-// output (spec 2.5-2.8). Ends in the first of a layer's two shared sums.
+// One attention site: projections, compressors, indexer, attention over window and chosen rows,
+// grouped output (spec 2.5-2.8). Ends in the first of a layer's two shared sums.
 #pragma once
 
 #include <vector>
@@ -21,8 +21,8 @@ class AttentionLayer {
   void SetBatch(const Batch& batch);
 
   // x: [rows, D], the collapsed stream input before its norm; out: [rows, D], equal on all ranks.
-  // `states` gives each row's layer state. Writes the rows' keys before anyone attends, so a row sees
-  // the batch's earlier rows and, in CSA and HCA, the compressed row that it completes itself.
+  // `states` gives each row's layer state. Writes the rows' keys before anyone attends, so a row
+  // sees the batch's earlier rows and, in CSA and HCA, the compressed row that it completes itself.
   Status Forward(const LayerConfig& layer, const AttentionTensors& weights, const float* x,
                  const std::vector<LayerState*>& states, float* out, IndexPicks* picks);
 
@@ -37,7 +37,8 @@ class AttentionLayer {
                        const std::vector<LayerState*>& states, CompressorState LayerState::*part);
   void PoolRow(const LayerConfig& layer, const CompressorTensors& weights, int64_t pos,
                const float* cos, const float* sin, CompressorState& state);
-  void ListKeys(const LayerConfig& layer, const std::vector<LayerState*>& states, IndexPicks* picks);
+  void ListKeys(const LayerConfig& layer, const std::vector<LayerState*>& states,
+                IndexPicks* picks);
   void ListRowKeys(const LayerConfig& layer, LayerState& state, int64_t row, IndexPicks* picks);
   int64_t ChooseRows(LayerState& state, int64_t row, int64_t visible, int32_t* picked);
   Status Output(const AttentionTensors& weights, float* out);

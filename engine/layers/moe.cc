@@ -181,12 +181,12 @@ void MoeLayer::GateAndUp(const LayerConfig& layer, const MoeTensors& weights, co
   }
   MatMul(jobs, pool);
 
-  // The router's weight goes onto the hidden row, before the down product (as the official code does).
+  // The router's weight goes onto the hidden row, before the down product (as the official code
+  // does).
   float* pair_weights = weights_.Get(num_pairs);
   for (int64_t p = 0; p < num_pairs; ++p) pair_weights[p] = pairs_[p].weight;
   SwiGlu(gate, up, pair_weights, num_pairs, ffn, layer.swiglu_limit, gate, pool);
-  SwiGlu(shared_gate, shared_up, nullptr, rows_, ffn, layer.shared_swiglu_limit, shared_gate,
-         pool);
+  SwiGlu(shared_gate, shared_up, nullptr, rows_, ffn, layer.shared_swiglu_limit, shared_gate, pool);
 }
 
 // Lane sums [local_lanes, rows, D]: shared expert, then experts by rising id.
@@ -216,10 +216,10 @@ void MoeLayer::Down(const MoeTensors& weights) {
           expert_lanes_[lane].Make(gate_.Get(0) + lane * lane_ffn, num_pairs, lane_ffn, ffn,
                                    NeedsQuantized(weights.down), pool);
       for (const Group& group : groups_) {
-        jobs.push_back({weights.down.view().Rows((group.expert * num_lanes + lane) * hidden, hidden),
-                        experts.Rows(group.begin, group.count),
-                        outputs + ((lane - first) * num_pairs + group.begin) * hidden, hidden,
-                        false});
+        jobs.push_back(
+            {weights.down.view().Rows((group.expert * num_lanes + lane) * hidden, hidden),
+             experts.Rows(group.begin, group.count),
+             outputs + ((lane - first) * num_pairs + group.begin) * hidden, hidden, false});
       }
     }
     MatMul(jobs, pool);

@@ -1,5 +1,5 @@
-// One mixture-of-experts site: router, chosen experts, shared expert (spec 2.9). Ends in the second of
-// a layer's two shared sums.
+// One mixture-of-experts site: router, chosen experts, shared expert (spec 2.9). Ends in the second
+// of a layer's two shared sums.
 #pragma once
 
 #include <vector>
@@ -18,8 +18,8 @@ class MoeLayer {
 
   // x: [rows, D], the collapsed stream input before its norm; out: [rows, D], equal on all ranks.
   //
-  // Order of additions for one row and lane: shared expert, then the chosen experts by rising id. The
-  // router's arithmetic is replicated, so all ranks choose the same experts.
+  // Order of additions for one row and lane: shared expert, then the chosen experts by rising id.
+  // The router's arithmetic is replicated, so all ranks choose the same experts.
   Status Forward(const LayerConfig& layer, const MoeTensors& weights, const Batch& batch,
                  const float* x, float* out, ExpertPicks* picks);
 
@@ -32,7 +32,8 @@ class MoeLayer {
   };
 
   // Fills pairs_, row_pairs_ and groups_ from the router's logits, which become scores.
-  void Route(const LayerConfig& layer, const MoeTensors& weights, const Batch& batch, float* logits);
+  void Route(const LayerConfig& layer, const MoeTensors& weights, const Batch& batch,
+             float* logits);
   void RouteRow(const LayerConfig& layer, const MoeTensors& weights, int32_t token, int32_t row,
                 float* logits, Pair* pairs) const;
   void ChooseByScore(const MoeTensors& weights, const float* scores, int32_t* ids) const;
@@ -59,8 +60,8 @@ class MoeLayer {
   std::vector<MatMulJob> jobs_;
   Activation input_;
   std::vector<Activation> expert_lanes_, shared_lanes_;
-  Scratch<float> normed_, logits_, gathered_, gathered_scale_, gate_, up_, shared_gate_,
-      shared_up_, weights_, expert_out_, lanes_, roots_;
+  Scratch<float> normed_, logits_, gathered_, gathered_scale_, gate_, up_, shared_gate_, shared_up_,
+      weights_, expert_out_, lanes_, roots_;
   Scratch<int8_t> gathered_q_;
   int64_t num_roots_;  // vectors that this rank sends for a shared sum
 };

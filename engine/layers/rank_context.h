@@ -22,9 +22,8 @@ struct RankContext {
 
   // Subtree roots of this rank's lanes: vectors that it sends for each shared sum.
   int64_t num_roots() const {
-    return static_cast<int64_t>(SubtreesOf(static_cast<int>(plan->lanes.begin),
-                                           static_cast<int>(plan->lanes.end))
-                                    .size());
+    return static_cast<int64_t>(
+        SubtreesOf(static_cast<int>(plan->lanes.begin), static_cast<int>(plan->lanes.end)).size());
   }
 };
 

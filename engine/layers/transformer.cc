@@ -100,8 +100,8 @@ Result<const float*> Transformer::ForwardMtp(const Batch& batch, const float* st
   attention_.SetBatch(batch);
   states_.resize(rows);
   for (int64_t t = 0; t < rows; ++t) states_[t] = &batch[t].state->mtp();
-  RETURN_IF_ERROR(RunBlock(config_.num_layers, config_.mtp_layer, mtp.block, batch, states_, out,
-                           nullptr));
+  RETURN_IF_ERROR(
+      RunBlock(config_.num_layers, config_.mtp_layer, mtp.block, batch, states_, out, nullptr));
   return out;
 }
 
@@ -114,8 +114,9 @@ const float* Transformer::MtpLogits(const float* streams, int64_t num_rows) {
   return HeadLogits(mtp.head_hc, mtp.norm, streams, num_rows);
 }
 
-const float* Transformer::HeadLogits(const HyperConnectionTensors& hc, const std::vector<float>& norm,
-                                     const float* streams, int64_t num_rows) {
+const float* Transformer::HeadLogits(const HyperConnectionTensors& hc,
+                                     const std::vector<float>& norm, const float* streams,
+                                     int64_t num_rows) {
   ThreadPool& pool = *context_.pool;
   const int64_t hidden = config_.hidden_dim;
   float* collapsed = head_.Get(num_rows * hidden);

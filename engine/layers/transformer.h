@@ -1,5 +1,5 @@
-// The only place that knows layer order (spec 2.1, 6.2). Prefill is layer-major over a batch of rows;
-// decode is the same with one row or several.
+// The only place that knows layer order (spec 2.1, 6.2). Prefill is layer-major over a batch of
+// rows; decode is the same with one row or several.
 #pragma once
 
 #include <memory>
@@ -13,9 +13,9 @@ namespace ds4 {
 
 // What tests compare with golden data; filled when asked for.
 struct ForwardTrace {
-  std::vector<std::vector<float>> streams;   // per layer, [rows, H, D]
-  std::vector<IndexPicks> index_picks;       // per layer, empty lists where there is no indexer
-  std::vector<ExpertPicks> expert_picks;     // per layer
+  std::vector<std::vector<float>> streams;  // per layer, [rows, H, D]
+  std::vector<IndexPicks> index_picks;      // per layer, empty lists where there is no indexer
+  std::vector<ExpertPicks> expert_picks;    // per layer
 };
 
 class Transformer {
@@ -27,8 +27,8 @@ class Transformer {
   // Returns the last layer's streams, [rows, H, D], valid until the next call.
   Result<const float*> Forward(const Batch& batch, ForwardTrace* trace = nullptr);
 
-  // One MTP block over rows (token t_{i+1}, streams h_i, position i), spec 6.2. `streams`: [rows, H, D],
-  // borrowed. Returns the block's own streams, [rows, H, D], valid until the next call.
+  // One MTP block over rows (token t_{i+1}, streams h_i, position i), spec 6.2. `streams`: [rows,
+  // H, D], borrowed. Returns the block's own streams, [rows, H, D], valid until the next call.
   Result<const float*> ForwardMtp(const Batch& batch, const float* streams);
 
   // This rank's part of the logits, [num_rows, local_vocab], for rows of streams [num_rows, H, D]:

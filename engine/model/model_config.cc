@@ -126,20 +126,20 @@ void ReadLayers(Keys& keys, ModelConfig& config) {
                         ", must be from 0 to 65536"));
     config.layers.push_back(MakeLayer(ratios[i], i < num_hash, limits[i], shared_limits[i]));
   }
-  config.mtp_layer = MakeLayer(0, false, limits[config.num_layers - 1],
-                               shared_limits[config.num_layers - 1]);
+  config.mtp_layer =
+      MakeLayer(0, false, limits[config.num_layers - 1], shared_limits[config.num_layers - 1]);
 }
 
 void CheckShapes(Keys& keys, const ModelConfig& c) {
   keys.Require(c.num_heads % c.num_output_groups == 0,
-               StrCat("attention.head_count ", c.num_heads, " is no multiple of output_group_count ",
-                      c.num_output_groups));
+               StrCat("attention.head_count ", c.num_heads,
+                      " is no multiple of output_group_count ", c.num_output_groups));
   keys.Require(c.rope_dim % 2 == 0 && c.rope_dim <= c.head_dim,
                StrCat("rope.dimension_count ", c.rope_dim, " must be even and at most key_length ",
                       c.head_dim));
-  keys.Require(c.num_experts_used <= c.num_experts,
-               StrCat("expert_used_count ", c.num_experts_used, " is over expert_count ",
-                      c.num_experts));
+  keys.Require(
+      c.num_experts_used <= c.num_experts,
+      StrCat("expert_used_count ", c.num_experts_used, " is over expert_count ", c.num_experts));
   keys.Require(c.vocab_size >= kMaxNumLanes,
                StrCat("vocab_size ", c.vocab_size, " is below ", kMaxNumLanes,
                       ", the number of parts into which it may be cut"));
@@ -177,8 +177,8 @@ Result<ModelConfig> ReadModelConfig(const GgufFile& file) {
   keys.Int("attention.head_count_kv", 1, 1);
   c.head_dim = keys.Int("attention.key_length", 1, 1 << 16);
   const int64_t value_dim = keys.Int("attention.value_length", 1, 1 << 16);
-  keys.Require(value_dim == c.head_dim, StrCat("attention.value_length ", value_dim,
-                                               " must equal key_length ", c.head_dim));
+  keys.Require(value_dim == c.head_dim,
+               StrCat("attention.value_length ", value_dim, " must equal key_length ", c.head_dim));
   c.rope_dim = keys.Int("rope.dimension_count", 2, 1 << 16);
   c.q_lora_rank = keys.Int("attention.q_lora_rank", 1, 1 << 20);
   c.num_output_groups = keys.Int("attention.output_group_count", 1, 1 << 16);
@@ -193,7 +193,8 @@ Result<ModelConfig> ReadModelConfig(const GgufFile& file) {
   keys.IntOr("expert_group_count", 0, 0, 1);  // no choice among groups of experts
   keys.OnlyTrueIfPresent("expert_weights_norm");
   c.num_streams = keys.Int("hyper_connection.count", 1, kMaxNumStreams);
-  c.sinkhorn_iterations = static_cast<int>(keys.Int("hyper_connection.sinkhorn_iterations", 1, 1000));
+  c.sinkhorn_iterations =
+      static_cast<int>(keys.Int("hyper_connection.sinkhorn_iterations", 1, 1000));
   c.hc_eps = static_cast<float>(keys.Float("hyper_connection.epsilon", 0, 1));
   c.norm_eps = static_cast<float>(keys.Float("attention.layer_norm_rms_epsilon", 0, 1));
   c.rope_base = keys.Float("rope.freq_base", 1, 1e12);

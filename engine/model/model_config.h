@@ -34,24 +34,24 @@ struct LayerConfig {
 struct ModelConfig {
   std::string name;
   int64_t vocab_size = 0;
-  int64_t num_layers = 0;          // trunk layers, without MTP
+  int64_t num_layers = 0;  // trunk layers, without MTP
   int64_t context_length = 0;
-  int64_t hidden_dim = 0;          // D
-  int64_t num_heads = 0;           // A
-  int64_t head_dim = 0;            // Dh; the trailing rope_dim channels are rotary
+  int64_t hidden_dim = 0;  // D
+  int64_t num_heads = 0;   // A
+  int64_t head_dim = 0;    // Dh; the trailing rope_dim channels are rotary
   int64_t rope_dim = 0;
   int64_t q_lora_rank = 0;
-  int64_t num_output_groups = 0;   // G; heads_per_group = A / G
-  int64_t output_lora_rank = 0;    // of one group
+  int64_t num_output_groups = 0;  // G; heads_per_group = A / G
+  int64_t output_lora_rank = 0;   // of one group
   int64_t sliding_window = 0;
-  int64_t num_index_heads = 0;     // 0 when no layer is CSA
+  int64_t num_index_heads = 0;  // 0 when no layer is CSA
   int64_t index_head_dim = 0;
   int64_t index_top_k = 0;
   int64_t num_experts = 0;
   int64_t num_experts_used = 0;
-  int64_t ffn_dim = 0;             // of one expert, and of the shared one
+  int64_t ffn_dim = 0;  // of one expert, and of the shared one
   float expert_weights_scale = 1.0f;
-  int64_t num_streams = 0;         // H, residual streams
+  int64_t num_streams = 0;  // H, residual streams
   int sinkhorn_iterations = 0;
   float hc_eps = 0.0f;
   float norm_eps = 0.0f;
@@ -61,12 +61,12 @@ struct ModelConfig {
   int64_t yarn_original_context = 0;
   double yarn_beta_fast = 32.0;
   double yarn_beta_slow = 1.0;
-  int64_t num_mtp_blocks = 0;      // 0 or 1, by the tensors in the file
+  int64_t num_mtp_blocks = 0;  // 0 or 1, by the tensors in the file
   std::vector<LayerConfig> layers;
-  LayerConfig mtp_layer;           // sliding, score-routed
+  LayerConfig mtp_layer;  // sliding, score-routed
 
-  // Parts into which every shared sum is cut (architecture 4): the largest of 8, 4, 2, 1 that divides
-  // the output groups and the expert width. Also the largest world size.
+  // Parts into which every shared sum is cut (architecture 4): the largest of 8, 4, 2, 1 that
+  // divides the output groups and the expert width. Also the largest world size.
   int num_lanes = 1;
 
   int64_t heads_per_group() const { return num_heads / num_output_groups; }

@@ -36,8 +36,8 @@ void AddHyperConnection(const ModelConfig& c, const std::string& site, Block& bl
   block.Add((site + "_scale.weight").c_str(), {3});
 }
 
-void AddCompressor(const std::string& name, int64_t hidden, int64_t width, int64_t dim, int64_t ratio,
-                   Block& block) {
+void AddCompressor(const std::string& name, int64_t hidden, int64_t width, int64_t dim,
+                   int64_t ratio, Block& block) {
   block.Add((name + "_kv.weight").c_str(), {hidden, width});
   block.Add((name + "_gate.weight").c_str(), {hidden, width});
   block.Add((name + "_ape.weight").c_str(), {width, ratio});

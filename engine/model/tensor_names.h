@@ -1,5 +1,5 @@
-// Names in GGUF files to our tensor roles: the one table of what a block is made of, its shapes and how
-// it is split over ranks (spec 4.4, 6.1, 8.1).
+// Names in GGUF files to our tensor roles: the one table of what a block is made of, its shapes and
+// how it is split over ranks (spec 4.4, 6.1, 8.1).
 #pragma once
 
 #include <cstdint>

@@ -14,8 +14,8 @@ bool Better(const TopToken& a, const TopToken& b) {
   return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-// Sum of e^((logit - max) / temperature) in rising order. The exponentials are taken many at a time and
-// have the bits of Exp, which WalkLane uses.
+// Sum of e^((logit - max) / temperature) in rising order. The exponentials are taken many at a time
+// and have the bits of Exp, which WalkLane uses.
 double SumExp(std::span<const float> logits, float max, float temperature) {
   constexpr size_t kChunk = 1024;
   float values[kChunk];
@@ -54,9 +54,8 @@ Candidates LocalCandidates(std::span<const float> logits, int32_t first_id,
                            std::span<const int64_t> lane_begin, int32_t count, float temperature) {
   Candidates out;
   for (size_t lane = 0; lane + 1 < lane_begin.size(); ++lane) {
-    out.lanes.push_back(
-        StatsOf(logits.subspan(lane_begin[lane], lane_begin[lane + 1] - lane_begin[lane]),
-                temperature));
+    out.lanes.push_back(StatsOf(
+        logits.subspan(lane_begin[lane], lane_begin[lane + 1] - lane_begin[lane]), temperature));
   }
   for (const LaneStats& lane : out.lanes) {
     if (std::isnan(lane.max_logit)) return out;  // ordering NaNs means nothing

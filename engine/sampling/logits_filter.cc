@@ -10,7 +10,9 @@ bool IsUnfiltered(const SamplingParams& params) {
   return params.top_k == 0 && params.top_p >= 1.0f && params.min_p <= 0.0f;
 }
 
-double MassOf(float logit, float best, float temperature) { return Exp((logit - best) / temperature); }
+double MassOf(float logit, float best, float temperature) {
+  return Exp((logit - best) / temperature);
+}
 
 double LaneMassOf(const LaneStats& lane, float best, float temperature) {
   if (lane.sum_exp_temp <= 0.0) return 0.0;  // an empty lane has no maximum
@@ -21,7 +23,8 @@ int64_t MaxKept(const SamplingParams& params, int64_t vocab_size) {
   return params.top_k > 0 ? std::min<int64_t>(params.top_k, vocab_size) : vocab_size;
 }
 
-KeptSet FilterCandidates(const SamplingParams& params, const Candidates& merged, int64_t vocab_size) {
+KeptSet FilterCandidates(const SamplingParams& params, const Candidates& merged,
+                         int64_t vocab_size) {
   KeptSet kept;
   const float best = merged.top.front().logit;
   const int64_t limit = MaxKept(params, vocab_size);
@@ -38,7 +41,8 @@ KeptSet FilterCandidates(const SamplingParams& params, const Candidates& merged,
   }
   for (int64_t i = 0; i < have && !kept.is_closed; ++i) {
     const double m = mass(i);
-    if (i > 0 && m < params.min_p) {  // the best has mass 1, so min_p * p(best) is min_p in this unit
+    if (i > 0 &&
+        m < params.min_p) {  // the best has mass 1, so min_p * p(best) is min_p in this unit
       kept.is_closed = true;
       break;
     }

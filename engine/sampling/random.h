@@ -1,5 +1,5 @@
-// Counter-based random numbers: the draw for a position is a function of (seed, position) alone, so a
-// seed gives the same text at any world size, batch or after going back.
+// Counter-based random numbers: the draw for a position is a function of (seed, position) alone, so
+// a seed gives the same text at any world size, batch or after going back.
 #pragma once
 
 #include <array>

@@ -40,7 +40,8 @@ Decision DrawFromLanes(const SamplingParams& params, const Candidates& merged, d
 
 Status ValidateSampling(const SamplingParams& p) {
   if (!std::isfinite(p.temperature) || p.temperature < 0.0f || p.temperature > 100.0f) {
-    return InvalidArgumentError(StrCat("temperature is ", p.temperature, ", must be from 0 to 100"));
+    return InvalidArgumentError(
+        StrCat("temperature is ", p.temperature, ", must be from 0 to 100"));
   }
   if (p.top_k < 0) {
     return InvalidArgumentError(StrCat("top_k is ", p.top_k, ", must be 0 (all) or more"));
@@ -64,8 +65,8 @@ Result<Decision> Decide(const SamplingParams& params, int64_t pos, const Candida
                         int64_t vocab_size) {
   for (size_t i = 0; i < merged.lanes.size(); ++i) {
     if (std::isnan(merged.lanes[i].max_logit)) {
-      return InternalError(StrCat("position ", pos, ": a logit in vocabulary lane ", i,
-                                  " is not a finite number"));
+      return InternalError(
+          StrCat("position ", pos, ": a logit in vocabulary lane ", i, " is not a finite number"));
     }
   }
   if (merged.top.empty()) return InternalError("no candidates to choose from");
@@ -92,8 +93,8 @@ Result<Decision> Decide(const SamplingParams& params, int64_t pos, const Candida
   return decision;
 }
 
-int32_t WalkLane(std::span<const float> logits, int32_t first_id, float temperature, float max_logit,
-                 double residual) {
+int32_t WalkLane(std::span<const float> logits, int32_t first_id, float temperature,
+                 float max_logit, double residual) {
   double sum = 0.0;
   int32_t last = first_id;
   for (size_t i = 0; i < logits.size(); ++i) {

@@ -1,5 +1,6 @@
-// From merged candidates to one token: temperature, top-k, top-p, min-p in this order, then a draw from
-// what is left (spec 5.5). Pure: depends on its arguments only, so it is the same for any world size.
+// From merged candidates to one token: temperature, top-k, top-p, min-p in this order, then a draw
+// from what is left (spec 5.5). Pure: depends on its arguments only, so it is the same for any
+// world size.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +35,9 @@ int32_t FirstCandidateCount(const SamplingParams& params, int64_t vocab_size);
 Result<Decision> Decide(const SamplingParams& params, int64_t pos, const Candidates& merged,
                         int64_t vocab_size);
 
-// The token of a lane at which the running sum of e^((logit - max) / temperature) passes `residual`.
-int32_t WalkLane(std::span<const float> logits, int32_t first_id, float temperature, float max_logit,
-                 double residual);
+// The token of a lane at which the running sum of e^((logit - max) / temperature) passes
+// `residual`.
+int32_t WalkLane(std::span<const float> logits, int32_t first_id, float temperature,
+                 float max_logit, double residual);
 
 }  // namespace ds4

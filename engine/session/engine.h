@@ -1,7 +1,7 @@
 // The boundary that the worker uses: one rank's loaded weights, its sessions, and steps.
 //
-// Every rank of a group makes the same calls in the same order; the calls are collective where ranks
-// share sums. Thread: the rank's own thread only (rank_loop); LoadProgress runs on it too.
+// Every rank of a group makes the same calls in the same order; the calls are collective where
+// ranks share sums. Thread: the rank's own thread only (rank_loop); LoadProgress runs on it too.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +18,13 @@ namespace ds4 {
 struct EngineOptions {
   std::string model_path;
   int num_threads = 1;
-  int64_t max_context = 4096;   // of one session
-  int64_t max_batch_rows = 512; // rows of one forward pass: the prefill chunk (same on all ranks)
+  int64_t max_context = 4096;    // of one session
+  int64_t max_batch_rows = 512;  // rows of one forward pass: the prefill chunk (same on all ranks)
   int max_sessions = 1;
 };
 
 struct EngineStats {
-  int64_t weight_bytes = 0;     // held by this rank
+  int64_t weight_bytes = 0;  // held by this rank
   int64_t kv_bytes_per_session = 0;
   double load_seconds = 0.0;
 };

@@ -17,8 +17,8 @@ class TokenChooser {
  public:
   explicit TokenChooser(const RankContext& context);
 
-  // Draws the token for position output.pos and fills token, logprob and top. logits: [local_vocab].
-  // Collective. kInternal when a logit is not a number.
+  // Draws the token for position output.pos and fills token, logprob and top. logits:
+  // [local_vocab]. Collective. kInternal when a logit is not a number.
   Status Choose(std::span<const float> logits, const SamplingParams& sampling, int32_t num_top,
                 TokenOutput& output);
 

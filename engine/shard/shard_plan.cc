@@ -63,11 +63,12 @@ Result<TensorSlice> MakeSlice(const ModelConfig& config, const GgufFile& file,
     held[dim] = slice.range.size();
   }
   const int64_t block = Info(slice.dtype).block_elems;
-  const int64_t lane_columns = spec.split == Split::kColumns ? slice.total / config.num_lanes : held[0];
+  const int64_t lane_columns =
+      spec.split == Split::kColumns ? slice.total / config.num_lanes : held[0];
   if (lane_columns % block != 0) {
-    return InvalidArgumentError(StrCat(file.path(), ": ", spec.name, " (", Info(slice.dtype).name,
-                                       ") has ", lane_columns, " columns in a lane, its blocks hold ",
-                                       block, "; store it in a type with smaller blocks"));
+    return InvalidArgumentError(StrCat(
+        file.path(), ": ", spec.name, " (", Info(slice.dtype).name, ") has ", lane_columns,
+        " columns in a lane, its blocks hold ", block, "; store it in a type with smaller blocks"));
   }
   slice.held_bytes = BytesFor(slice.dtype, Product(held));
   slice.read_bytes_per_token = ReadBytes(config, slice);
@@ -76,12 +77,14 @@ Result<TensorSlice> MakeSlice(const ModelConfig& config, const GgufFile& file,
 
 Status CheckLayout(const ModelConfig& config, const LaneLayout& lanes) {
   if (lanes.world_size() < 1 || lanes.world_size() > config.num_lanes) {
-    return InvalidArgumentError(StrCat("world size ", lanes.world_size(), ", the model splits over 1 to ",
-                                       config.num_lanes, " ranks"));
+    return InvalidArgumentError(StrCat("world size ", lanes.world_size(),
+                                       ", the model splits over 1 to ", config.num_lanes,
+                                       " ranks"));
   }
   bool rising = lanes.num_lanes == config.num_lanes && lanes.begin.front() == 0 &&
                 lanes.begin.back() == config.num_lanes;
-  for (int r = 0; r < lanes.world_size(); ++r) rising = rising && lanes.begin[r] < lanes.begin[r + 1];
+  for (int r = 0; r < lanes.world_size(); ++r)
+    rising = rising && lanes.begin[r] < lanes.begin[r + 1];
   if (!rising) {
     return InvalidArgumentError(StrCat("the lane layout must cut ", config.num_lanes,
                                        " lanes into one part per rank, none empty"));
@@ -196,7 +199,8 @@ std::string ShardPlan::Digest() const {
   for (int begin : lanes.begin) text << " " << begin;
   for (const RankPlan& rank : ranks) {
     for (const TensorSlice& slice : rank.slices) {
-      text << "\n" << rank.rank << " " << slice.spec.name << " " << Info(slice.dtype).name << " "
+      text << "\n"
+           << rank.rank << " " << slice.spec.name << " " << Info(slice.dtype).name << " "
            << DimsString(slice.spec.dims) << " " << KindOf(slice.spec) << " " << slice.range.begin
            << "-" << slice.range.end;
     }

@@ -5,8 +5,8 @@
 //                        [lane1]       [lane1]    each one lane          [lane1]
 //                         ...           ...       of a shared sum         ...
 //
-// A rank owns whole lanes (LaneLayout); every split dimension is cut at lane borders, so the slices of
-// all ranks put together are the whole tensor, and shared sums keep one order (docs/adr/0004).
+// A rank owns whole lanes (LaneLayout); every split dimension is cut at lane borders, so the slices
+// of all ranks put together are the whole tensor, and shared sums keep one order (docs/adr/0004).
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ struct RankPlan {
   Range lanes;
   Range heads;
   Range groups;
-  Range ffn;     // expert width
+  Range ffn;  // expert width
   Range vocab;
   std::vector<TensorSlice> slices;
   int64_t held_bytes = 0;

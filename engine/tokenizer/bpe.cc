@@ -57,8 +57,9 @@ void BpeMerger::ApplyByScan(std::vector<int32_t>* ids) {
     pair_merges_[i] = merges_.Find(symbols[i], symbols[i + 1]);
   }
   while (!pair_merges_.empty()) {
-    const auto best = std::min_element(pair_merges_.begin(), pair_merges_.end(),
-                                       [](const Merge& a, const Merge& b) { return a.rank < b.rank; });
+    const auto best =
+        std::min_element(pair_merges_.begin(), pair_merges_.end(),
+                         [](const Merge& a, const Merge& b) { return a.rank < b.rank; });
     if (best->rank == kNone) return;
     const size_t i = static_cast<size_t>(best - pair_merges_.begin());
     symbols[i] = best->id;

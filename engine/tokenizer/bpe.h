@@ -39,7 +39,8 @@ class MergeTable {
   static uint64_t Key(int32_t left, int32_t right) {
     return (uint64_t{static_cast<uint32_t>(left)} << 32) | static_cast<uint32_t>(right);
   }
-  // Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): the high bits are the good ones.
+  // Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): the high bits are the good
+  // ones.
   static uint64_t Hash(uint64_t key) { return (key ^ (key >> 29)) * 0x9E3779B97F4A7C15u; }
 
   int shift_;
@@ -47,8 +48,8 @@ class MergeTable {
   std::vector<Slot> slots_;
 };
 
-// Merges in place, lowest rank first and leftmost among equals, until no pair merges. Keeps its scratch
-// memory between calls. Not thread-safe; one per caller.
+// Merges in place, lowest rank first and leftmost among equals, until no pair merges. Keeps its
+// scratch memory between calls. Not thread-safe; one per caller.
 class BpeMerger {
  public:
   explicit BpeMerger(const MergeTable& merges) : merges_(merges) {}
@@ -57,8 +58,8 @@ class BpeMerger {
  private:
   struct Candidate {
     uint32_t rank;
-    uint32_t pos;    // of the left symbol; symbols keep their first byte's place
-    int32_t left;    // ids when queued: a candidate is stale once either has changed
+    uint32_t pos;  // of the left symbol; symbols keep their first byte's place
+    int32_t left;  // ids when queued: a candidate is stale once either has changed
     int32_t right;
     int32_t merged;
   };

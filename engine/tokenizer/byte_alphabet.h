@@ -1,5 +1,6 @@
-// The printable alphabet in which byte-level vocabularies are written (GPT-2): bytes 33-126, 161-172
-// and 174-255 stand for themselves, the other 68 in increasing order for U+0100, U+0101, ...
+// The printable alphabet in which byte-level vocabularies are written (GPT-2): bytes 33-126,
+// 161-172 and 174-255 stand for themselves, the other 68 in increasing order for U+0100, U+0101,
+// ...
 #pragma once
 
 #include <optional>

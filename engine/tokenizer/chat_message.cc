@@ -23,8 +23,8 @@ const JsonValue* Find(const JsonValue& object, std::string_view key) {
 }
 
 Status WrongType(std::string_view key, std::string_view wanted, const JsonValue& value) {
-  return InvalidArgumentError(
-      StrCat(key, " must be ", wanted, ", here it is ", ReplaceInvalidUtf8(DumpJson(value).substr(0, 80))));
+  return InvalidArgumentError(StrCat(key, " must be ", wanted, ", here it is ",
+                                     ReplaceInvalidUtf8(DumpJson(value).substr(0, 80))));
 }
 
 // The string member, empty when absent.
@@ -114,7 +114,8 @@ Result<Message> ReadMessage(const JsonValue& json) {
   ASSIGN_OR_RETURN(message.tool_call_id, GetString(json, "tool_call_id"));
   ASSIGN_OR_RETURN(message.tools, GetTools(json));
   ASSIGN_OR_RETURN(message.task, GetString(json, "task"));
-  if (const JsonValue* format = Find(json, "response_format")) message.response_format = DumpJson(*format);
+  if (const JsonValue* format = Find(json, "response_format"))
+    message.response_format = DumpJson(*format);
   if (const JsonValue* no_eos = Find(json, "wo_eos")) message.no_eos = no_eos->boolean;
   return message;
 }

@@ -22,8 +22,8 @@ struct TaskToken {
   std::string_view token;
 };
 constexpr TaskToken kTaskTokens[] = {
-    {"action", "<｜action｜>"},       {"query", "<｜query｜>"},   {"authority", "<｜authority｜>"},
-    {"domain", "<｜domain｜>"},       {"title", "<｜title｜>"},   {"read_url", "<｜read_url｜>"},
+    {"action", "<｜action｜>"}, {"query", "<｜query｜>"}, {"authority", "<｜authority｜>"},
+    {"domain", "<｜domain｜>"}, {"title", "<｜title｜>"}, {"read_url", "<｜read_url｜>"},
 };
 
 // One piece of a user turn.
@@ -48,7 +48,8 @@ std::optional<std::string_view> FindTaskToken(std::string_view task) {
 
 Status CheckMessage(const Message& message) {
   if (!message.task.empty() && !FindTaskToken(message.task)) {
-    return InvalidArgumentError(StrCat("task '", message.task, "' is none of action, query, authority, ",
+    return InvalidArgumentError(StrCat("task '", message.task,
+                                       "' is none of action, query, authority, ",
                                        "domain, title, read_url"));
   }
   if (message.role == Role::kDeveloper && message.content.empty()) {
@@ -60,7 +61,8 @@ Status CheckMessage(const Message& message) {
 bool IsUserSide(Role role) { return role == Role::kUser || role == Role::kDeveloper; }
 
 // Appends messages [begin, end) as turns; a turn of before `begin` is not added to.
-void AppendTurns(const std::vector<Message>& messages, size_t begin, size_t end, std::vector<Turn>* turns) {
+void AppendTurns(const std::vector<Message>& messages, size_t begin, size_t end,
+                 std::vector<Turn>* turns) {
   const size_t first_turn = turns->size();
   for (size_t i = begin; i < end; ++i) {
     const Message& message = messages[i];
@@ -148,10 +150,13 @@ class Renderer {
     const bool is_preview = options_.version == PromptVersion::kPreview;
     switch (options_.effort) {
       case ReasoningEffort::kDefault:
-      case ReasoningEffort::kLow: return "";
-      case ReasoningEffort::kHigh: return is_preview ? "" : prompt_texts::EffortAbsoluteMaximum();
+      case ReasoningEffort::kLow:
+        return "";
+      case ReasoningEffort::kHigh:
+        return is_preview ? "" : prompt_texts::EffortAbsoluteMaximum();
       case ReasoningEffort::kMax:
-        return is_preview ? prompt_texts::EffortAbsoluteMaximum() : prompt_texts::EffortBeyondMaximum();
+        return is_preview ? prompt_texts::EffortAbsoluteMaximum()
+                          : prompt_texts::EffortBeyondMaximum();
     }
     return "";
   }
@@ -175,8 +180,10 @@ class Renderer {
         out_.Special(special_text::kLatestReminder);
         out_.Plain(turn.message.content);
         break;
-      case Role::kAssistant: return RenderAssistant(index);
-      case Role::kTool: return InternalError("a tool message outside a user turn");
+      case Role::kAssistant:
+        return RenderAssistant(index);
+      case Role::kTool:
+        return InternalError("a tool message outside a user turn");
     }
     return OkStatus();
   }
@@ -245,7 +252,8 @@ class Renderer {
     for (size_t i = 0; i < arguments->items.size(); ++i) {
       const JsonValue& value = arguments->items[i];
       if (i > 0) out_.Plain("\n");
-      out_.TemplateWith("<｜DSML｜parameter name=\"{name}\" string=\"", "{name}", arguments->keys[i]);
+      out_.TemplateWith("<｜DSML｜parameter name=\"{name}\" string=\"", "{name}",
+                        arguments->keys[i]);
       out_.Plain(value.is_string() ? "true\">" : "false\">");
       out_.Plain(value.is_string() ? value.text : DumpJson(value));
       out_.Template("</｜DSML｜parameter>");
@@ -269,7 +277,8 @@ class Renderer {
       out_.Special(*task);
     } else if (IsUserSide(message.role)) {
       out_.Special(special_text::kAssistant);
-      const bool opens = is_thinking() && (keeps_thinking_ || static_cast<int64_t>(index) >= last_user_);
+      const bool opens =
+          is_thinking() && (keeps_thinking_ || static_cast<int64_t>(index) >= last_user_);
       out_.Special(opens ? special_text::kThink : special_text::kEndThink);
     }
   }
@@ -298,7 +307,8 @@ Status SetEffort(std::string_view name, RenderOptions* options) {
   } else if (name == "xhigh" || name == "max") {
     effort = ReasoningEffort::kMax;
   } else {
-    return InvalidArgumentError(StrCat("reasoning effort '", name, "' is none of none, minimal, low, ",
+    return InvalidArgumentError(StrCat("reasoning effort '", name,
+                                       "' is none of none, minimal, low, ",
                                        "medium, high, xhigh, max"));
   }
   options->thinking_mode = ThinkingMode::kThinking;
@@ -309,11 +319,12 @@ Status SetEffort(std::string_view name, RenderOptions* options) {
 Result<std::vector<PromptSegment>> RenderSegments(const std::vector<Message>& messages,
                                                   const RenderOptions& options) {
   if (options.version == PromptVersion::kPreview && options.effort == ReasoningEffort::kLow) {
-    return InvalidArgumentError("reasoning effort low is not known to the preview format, only high and max");
+    return InvalidArgumentError(
+        "reasoning effort low is not known to the preview format, only high and max");
   }
   if (options.num_context_messages > messages.size()) {
-    return InvalidArgumentError(
-        StrCat(options.num_context_messages, " context messages of ", messages.size(), " messages"));
+    return InvalidArgumentError(StrCat(options.num_context_messages, " context messages of ",
+                                       messages.size(), " messages"));
   }
   for (size_t i = 0; i < messages.size(); ++i) {
     const Status status = CheckMessage(messages[i]);
@@ -327,7 +338,8 @@ Result<std::vector<PromptSegment>> RenderSegments(const std::vector<Message>& me
   return Renderer(std::move(turns), options).Run(first_turn);
 }
 
-Result<std::string> RenderPrompt(const std::vector<Message>& messages, const RenderOptions& options) {
+Result<std::string> RenderPrompt(const std::vector<Message>& messages,
+                                 const RenderOptions& options) {
   ASSIGN_OR_RETURN(const std::vector<PromptSegment> segments, RenderSegments(messages, options));
   std::string prompt;
   for (const PromptSegment& segment : segments) prompt += segment.text;
@@ -347,9 +359,9 @@ Result<std::vector<int32_t>> RenderPromptIds(const Tokenizer& tokenizer,
     }
     const std::optional<int32_t> id = tokenizer.SpecialId(segment.text);
     if (!id) {
-      return FailedPreconditionError(
-          StrCat("the vocabulary of ", tokenizer.vocab_size(), " tokens has no special token '",
-                 segment.text, "', which this prompt needs"));
+      return FailedPreconditionError(StrCat("the vocabulary of ", tokenizer.vocab_size(),
+                                            " tokens has no special token '", segment.text,
+                                            "', which this prompt needs"));
     }
     ids.push_back(*id);
   }

@@ -1,11 +1,13 @@
 // From a conversation to the prompt of DeepSeek V4, as text or as ids. The way back, from what the
 // model wrote to a message, is in completion_parser.h.
 //
-//   BOS [effort text] [system text] ( <｜User｜>text <｜Assistant｜>(<think>reasoning)</think>answer EOS )*
+//   BOS [effort text] [system text] ( <｜User｜>text
+//   <｜Assistant｜>(<think>reasoning)</think>answer EOS )*
 //
 // - Thinking mode opens <think> for the answer to come; chat mode closes it at once with </think>.
 // - Reasoning of turns before the last user message is dropped, unless the conversation has tools.
-// - Tool results and consecutive user messages share one user turn, joined by blank lines; results come
+// - Tool results and consecutive user messages share one user turn, joined by blank lines; results
+// come
 //   in the order of their calls.
 // Source: DeepSeek's description of the encoding and its test conversations (tests/data/encoding).
 #pragma once
@@ -35,14 +37,14 @@ struct RenderOptions {
   ReasoningEffort effort = ReasoningEffort::kDefault;
   bool drop_thinking = true;
   bool add_bos = true;
-  // So many messages at the front stand in the prompt already: what follows them is rendered, with no
-  // BOS and no effort text.
+  // So many messages at the front stand in the prompt already: what follows them is rendered, with
+  // no BOS and no effort text.
   size_t num_context_messages = 0;
 };
 
-// Sets thinking mode and effort from the name that chat APIs send: none turns thinking off; minimal, low
-// and medium are low; high; xhigh and max are max. The preview format has no low and takes kDefault,
-// which is the same prompt. kInvalidArgument for any other name.
+// Sets thinking mode and effort from the name that chat APIs send: none turns thinking off;
+// minimal, low and medium are low; high; xhigh and max are max. The preview format has no low and
+// takes kDefault, which is the same prompt. kInvalidArgument for any other name.
 Status SetEffort(std::string_view name, RenderOptions* options);
 
 // A stretch of the prompt: one special token, by its text, or plain text between two of them. Plain
@@ -53,16 +55,18 @@ struct PromptSegment {
   bool operator==(const PromptSegment&) const = default;
 };
 
-// Two special segments may be neighbours, two plain ones never are: text is tokenised in one go from
-// one special token to the next. Errors: kInvalidArgument names the message and what is wrong with it.
+// Two special segments may be neighbours, two plain ones never are: text is tokenised in one go
+// from one special token to the next. Errors: kInvalidArgument names the message and what is wrong
+// with it.
 Result<std::vector<PromptSegment>> RenderSegments(const std::vector<Message>& messages,
                                                   const RenderOptions& options);
 
 // The segments' texts, joined.
-Result<std::string> RenderPrompt(const std::vector<Message>& messages, const RenderOptions& options);
+Result<std::string> RenderPrompt(const std::vector<Message>& messages,
+                                 const RenderOptions& options);
 
-// The segments' ids. Further error: kFailedPrecondition when the vocabulary lacks a special token that
-// the prompt needs.
+// The segments' ids. Further error: kFailedPrecondition when the vocabulary lacks a special token
+// that the prompt needs.
 Result<std::vector<int32_t>> RenderPromptIds(const Tokenizer& tokenizer,
                                              const std::vector<Message>& messages,
                                              const RenderOptions& options);

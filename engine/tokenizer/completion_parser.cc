@@ -45,7 +45,8 @@ class CallReader {
 
   // Line breaks: at least one when strict.
   Status ReadLineEnd() {
-    const size_t size = std::min(rest_.find_first_not_of(is_strict_ ? "\n" : " \t\r\n"), rest_.size());
+    const size_t size =
+        std::min(rest_.find_first_not_of(is_strict_ ? "\n" : " \t\r\n"), rest_.size());
     if (is_strict_ && size == 0) return FormatError("expected a line break", rest_);
     rest_.remove_prefix(size);
     return OkStatus();
@@ -58,7 +59,8 @@ class CallReader {
     RETURN_IF_ERROR(ReadLineEnd());
     std::vector<Parameter> parameters;
     while (rest_.starts_with(kParameterBegin)) RETURN_IF_ERROR(ReadParameter(&parameters));
-    if (!Accept(kInvokeEnd)) return FormatError("expected a parameter or the end of the invoke", rest_);
+    if (!Accept(kInvokeEnd))
+      return FormatError("expected a parameter or the end of the invoke", rest_);
     RETURN_IF_ERROR(ReadLineEnd());
     std::vector<std::string> members;
     for (const Parameter& p : parameters) members.push_back(QuoteJson(p.name) + ": " + p.json);
@@ -136,10 +138,13 @@ Result<ParsedMessage> ParseStrictly(std::string_view rest, ThinkingMode thinking
     while (reader.AtInvoke()) {
       ASSIGN_OR_RETURN(message.tool_calls.emplace_back(), reader.ReadInvoke());
     }
-    if (!reader.Accept(kBlockEnd)) return FormatError("expected an invoke or the block's end", reader.rest());
+    if (!reader.Accept(kBlockEnd))
+      return FormatError("expected an invoke or the block's end", reader.rest());
   }
-  if (!reader.Accept(special_text::kEos)) return FormatError("expected the end token", reader.rest());
-  if (!reader.rest().empty()) return FormatError("unexpected text after the end token", reader.rest());
+  if (!reader.Accept(special_text::kEos))
+    return FormatError("expected the end token", reader.rest());
+  if (!reader.rest().empty())
+    return FormatError("unexpected text after the end token", reader.rest());
   return message;
 }
 

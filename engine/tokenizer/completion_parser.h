@@ -2,7 +2,8 @@
 //
 //   [reasoning </think>] answer [\n\n<｜DSML｜tool_calls>\n invoke... </｜DSML｜tool_calls>] EOS
 //   invoke:    <｜DSML｜invoke name="NAME">\n parameter... </｜DSML｜invoke>\n
-//   parameter: <｜DSML｜parameter name="NAME" string="true">text</｜DSML｜parameter>\n    or "false": JSON
+//   parameter: <｜DSML｜parameter name="NAME" string="true">text</｜DSML｜parameter>\n    or
+//   "false": JSON
 #pragma once
 
 #include <string>
@@ -17,8 +18,10 @@ namespace ds4 {
 enum class ParseStrictness {
   // Exactly the form above; anything else is kInvalidArgument.
   kStrict,
-  // Never fails: takes what is there. EOS, </think>, line breaks and the block's end may be missing;
-  // calls that are complete are kept, an unfinished one at the end is left out; a block that holds no
+  // Never fails: takes what is there. EOS, </think>, line breaks and the block's end may be
+  // missing;
+  // calls that are complete are kept, an unfinished one at the end is left out; a block that holds
+  // no
   // call at all stays text; a "false" parameter that is no JSON becomes a string.
   kTolerant,
 };
@@ -27,7 +30,7 @@ struct ParsedMessage {
   std::string content;
   std::string reasoning;
   std::vector<ToolCall> tool_calls;  // ids are empty
-  bool is_complete = true;  // false when EOS, </think> or the end of the block was missing
+  bool is_complete = true;           // false when EOS, </think> or the end of the block was missing
 };
 
 Result<ParsedMessage> ParseCompletion(std::string_view text, ThinkingMode thinking_mode,

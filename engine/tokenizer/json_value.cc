@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
-#include <unordered_map>
-
 #include <nlohmann/json.hpp>
+#include <unordered_map>
 
 #include "engine/base/strings.h"
 
@@ -17,7 +16,8 @@ constexpr size_t kMaxDepth = 200;  // values are written and destroyed by recurs
 // repr() of a float: the shortest digits that read back, plain from 1e-4 to below 1e16.
 std::string PythonFloat(double value) {
   char buffer[32];
-  const auto end = std::to_chars(buffer, buffer + sizeof(buffer), value, std::chars_format::scientific);
+  const auto end =
+      std::to_chars(buffer, buffer + sizeof(buffer), value, std::chars_format::scientific);
   std::string digits(buffer, end.ptr);
   const bool is_negative = digits.front() == '-';
   if (is_negative) digits.erase(0, 1);
@@ -35,14 +35,15 @@ std::string PythonFloat(double value) {
     const std::string size = std::to_string(std::abs(exponent));
     return text + (exponent < 0 ? "e-" : "e+") + (size.size() < 2 ? "0" : "") + size;
   }
-  if (exponent < 0) return text + "0." + std::string(static_cast<size_t>(-exponent - 1), '0') + digits;
+  if (exponent < 0)
+    return text + "0." + std::string(static_cast<size_t>(-exponent - 1), '0') + digits;
   const size_t point = static_cast<size_t>(exponent) + 1;
   if (digits.size() <= point) return text + digits + std::string(point - digits.size(), '0') + ".0";
   return text + digits.substr(0, point) + "." + digits.substr(point);
 }
 
-// Builds a JsonValue from nlohmann's events. `stack_` holds the open arrays and objects by value: an
-// item is moved into its parent when it is complete.
+// Builds a JsonValue from nlohmann's events. `stack_` holds the open arrays and objects by value:
+// an item is moved into its parent when it is complete.
 class Builder : public nlohmann::json_sax<nlohmann::json> {
  public:
   bool null() override { return Add({}); }
@@ -53,7 +54,9 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
     return Add(std::move(item));
   }
   bool number_integer(number_integer_t value) override { return AddNumber(std::to_string(value)); }
-  bool number_unsigned(number_unsigned_t value) override { return AddNumber(std::to_string(value)); }
+  bool number_unsigned(number_unsigned_t value) override {
+    return AddNumber(std::to_string(value));
+  }
   bool number_float(number_float_t value, const string_t& text) override {
     // An integer beyond 64 bits arrives here; Python keeps all its digits.
     const bool is_integer = text.find_first_of(".eE") == std::string::npos;
@@ -74,7 +77,8 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
     stack_.back().key = std::move(name);
     return true;
   }
-  bool parse_error(std::size_t position, const std::string&, const nlohmann::detail::exception&) override {
+  bool parse_error(std::size_t position, const std::string&,
+                   const nlohmann::detail::exception&) override {
     error_ = StrCat("not valid JSON at byte ", position);
     return false;
   }
@@ -85,7 +89,7 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
  private:
   struct Level {
     JsonValue value;
-    std::string key;  // of the member that comes next
+    std::string key;                                 // of the member that comes next
     std::unordered_map<std::string, size_t> places;  // key to its place among the items
   };
   bool AddNumber(std::string text) {
@@ -133,12 +137,21 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
 
 void Dump(const JsonValue& value, std::string* out) {
   switch (value.kind) {
-    case JsonValue::Kind::kNull: *out += "null"; return;
-    case JsonValue::Kind::kBool: *out += value.boolean ? "true" : "false"; return;
-    case JsonValue::Kind::kNumber: *out += value.text; return;
-    case JsonValue::Kind::kString: *out += QuoteJson(value.text); return;
+    case JsonValue::Kind::kNull:
+      *out += "null";
+      return;
+    case JsonValue::Kind::kBool:
+      *out += value.boolean ? "true" : "false";
+      return;
+    case JsonValue::Kind::kNumber:
+      *out += value.text;
+      return;
+    case JsonValue::Kind::kString:
+      *out += QuoteJson(value.text);
+      return;
     case JsonValue::Kind::kArray:
-    case JsonValue::Kind::kObject: break;
+    case JsonValue::Kind::kObject:
+      break;
   }
   *out += value.is_object() ? "{" : "[";
   for (size_t i = 0; i < value.items.size(); ++i) {
@@ -173,13 +186,27 @@ std::string QuoteJson(std::string_view text) {
   std::string out = "\"";
   for (const char c : text) {
     switch (c) {
-      case '"': out += "\\\""; break;
-      case '\\': out += "\\\\"; break;
-      case '\n': out += "\\n"; break;
-      case '\r': out += "\\r"; break;
-      case '\t': out += "\\t"; break;
-      case '\b': out += "\\b"; break;
-      case '\f': out += "\\f"; break;
+      case '"':
+        out += "\\\"";
+        break;
+      case '\\':
+        out += "\\\\";
+        break;
+      case '\n':
+        out += "\\n";
+        break;
+      case '\r':
+        out += "\\r";
+        break;
+      case '\t':
+        out += "\\t";
+        break;
+      case '\b':
+        out += "\\b";
+        break;
+      case '\f':
+        out += "\\f";
+        break;
       default:
         if (static_cast<uint8_t>(c) < 0x20) {
           out += std::string("\\u00") + kHex[c >> 4] + kHex[c & 15];

@@ -1,6 +1,6 @@
-// A JSON value as prompts need it: keys keep their order, numbers keep their digits, and the text that
-// comes out is what Python's json.dumps(ensure_ascii=False) writes, because that is what the models
-// were trained on.
+// A JSON value as prompts need it: keys keep their order, numbers keep their digits, and the text
+// that comes out is what Python's json.dumps(ensure_ascii=False) writes, because that is what the
+// models were trained on.
 #pragma once
 
 #include <string>
@@ -16,9 +16,9 @@ struct JsonValue {
   enum class Kind { kNull, kBool, kNumber, kString, kArray, kObject };
   Kind kind = Kind::kNull;
   bool boolean = false;
-  std::string text;                    // the string, or the number as Python writes it
-  std::vector<std::string> keys;       // of an object; unique, in file order
-  std::vector<JsonValue> items;        // of an array, or the object's values, [keys.size()]
+  std::string text;               // the string, or the number as Python writes it
+  std::vector<std::string> keys;  // of an object; unique, in file order
+  std::vector<JsonValue> items;   // of an array, or the object's values, [keys.size()]
 
   bool is_null() const { return kind == Kind::kNull; }
   bool is_string() const { return kind == Kind::kString; }

@@ -5,7 +5,9 @@
 
 namespace ds4 {
 
-void PromptBuilder::Special(std::string_view token) { segments_.push_back({std::string(token), true}); }
+void PromptBuilder::Special(std::string_view token) {
+  segments_.push_back({std::string(token), true});
+}
 
 void PromptBuilder::Plain(std::string_view text) {
   if (text.empty()) return;
@@ -31,7 +33,8 @@ void PromptBuilder::Template(std::string_view text) {
   }
 }
 
-void PromptBuilder::TemplateWith(std::string_view text, std::string_view hole, std::string_view filling) {
+void PromptBuilder::TemplateWith(std::string_view text, std::string_view hole,
+                                 std::string_view filling) {
   const size_t pos = text.find(hole);
   CHECK(pos != std::string_view::npos) << "no " << hole << " in the template";
   Template(text.substr(0, pos));

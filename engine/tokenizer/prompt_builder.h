@@ -1,5 +1,5 @@
-// Collects a prompt's segments: joins neighbouring plain texts, and finds special tokens only in text
-// that is our own.
+// Collects a prompt's segments: joins neighbouring plain texts, and finds special tokens only in
+// text that is our own.
 #pragma once
 
 #include <string_view>

@@ -1,5 +1,5 @@
-// The special tokens of the prompt format by their text. "｜" is U+FF5C, "▁" is U+2581. Their ids differ
-// between vocabularies and are looked up by these texts.
+// The special tokens of the prompt format by their text. "｜" is U+FF5C, "▁" is U+2581. Their ids
+// differ between vocabularies and are looked up by these texts.
 #pragma once
 
 #include <string_view>

@@ -18,8 +18,8 @@ using Kind = TokenizerSpec::Kind;
 
 Result<int32_t> CheckId(std::string_view name, int64_t id, size_t vocab_size) {
   if (id < 0 || id >= static_cast<int64_t>(vocab_size)) {
-    return InvalidArgumentError(StrCat("tokenizer: ", name, " id ", id, " is outside the vocabulary of ",
-                                       vocab_size, " tokens"));
+    return InvalidArgumentError(StrCat("tokenizer: ", name, " id ", id,
+                                       " is outside the vocabulary of ", vocab_size, " tokens"));
   }
   return static_cast<int32_t>(id);
 }
@@ -47,7 +47,8 @@ Status Tokenizer::AddTokens(const TokenizerSpec& spec) {
   for (size_t id = 0; id < spec.tokens.size(); ++id) {
     const TokenizerSpec::Token& token = spec.tokens[id];
     if (token.kind == Kind::kMissing) {
-      return InvalidArgumentError(StrCat("tokenizer: id ", id, " of ", spec.tokens.size(), " has no token"));
+      return InvalidArgumentError(
+          StrCat("tokenizer: id ", id, " of ", spec.tokens.size(), " has no token"));
     }
     std::optional<std::string> bytes = token.text;
     if (token.kind == Kind::kNormal) bytes = BytesFromAlphabet(token.text);
@@ -67,7 +68,8 @@ Status Tokenizer::AddTokens(const TokenizerSpec& spec) {
   }
   for (int byte = 0; byte < 256; ++byte) {
     if (byte_ids_[byte] < 0) {
-      return InvalidArgumentError(StrCat("tokenizer: no token for byte ", byte, "; all 256 are needed"));
+      return InvalidArgumentError(
+          StrCat("tokenizer: no token for byte ", byte, "; all 256 are needed"));
     }
   }
   return OkStatus();
@@ -135,10 +137,12 @@ std::vector<int32_t> Tokenizer::Encode(std::string_view text, bool parse_special
   return ids;
 }
 
-void Tokenizer::EncodePlain(std::string_view text, BpeMerger* merger, std::vector<int32_t>* ids) const {
+void Tokenizer::EncodePlain(std::string_view text, BpeMerger* merger,
+                            std::vector<int32_t>* ids) const {
   std::vector<int32_t> symbols;
   PreTokenizer pre_tokenizer(text);
-  for (std::string_view piece = pre_tokenizer.Next(); !piece.empty(); piece = pre_tokenizer.Next()) {
+  for (std::string_view piece = pre_tokenizer.Next(); !piece.empty();
+       piece = pre_tokenizer.Next()) {
     symbols.clear();
     for (const char byte : piece) symbols.push_back(byte_ids_[static_cast<uint8_t>(byte)]);
     merger->Apply(&symbols);
@@ -146,8 +150,8 @@ void Tokenizer::EncodePlain(std::string_view text, BpeMerger* merger, std::vecto
   }
 }
 
-// Narrows the sorted specials byte by byte; those that are a prefix of others sort first, so a whole
-// match at some depth is always the first of the range.
+// Narrows the sorted specials byte by byte; those that are a prefix of others sort first, so a
+// whole match at some depth is always the first of the range.
 Tokenizer::SpecialMatch Tokenizer::MatchSpecial(std::string_view text, size_t pos) const {
   SpecialMatch match;
   if (!starts_special_[static_cast<uint8_t>(text[pos])]) return match;
@@ -184,8 +188,9 @@ bool Tokenizer::IsSpecial(int32_t id) const {
 }
 
 std::optional<int32_t> Tokenizer::SpecialId(std::string_view text) const {
-  const auto it = std::lower_bound(specials_.begin(), specials_.end(), text,
-                                   [this](int32_t id, std::string_view t) { return TokenBytes(id) < t; });
+  const auto it =
+      std::lower_bound(specials_.begin(), specials_.end(), text,
+                       [this](int32_t id, std::string_view t) { return TokenBytes(id) < t; });
   if (it == specials_.end() || TokenBytes(*it) != text) return std::nullopt;
   return *it;
 }

@@ -7,17 +7,25 @@ namespace ds4 {
 namespace {
 
 // tokenizer.ggml.token_type, as llama.cpp numbers them.
-enum TokenType : int64_t { kTypeNormal = 1, kTypeControl = 3, kTypeUserDefined = 4, kTypeUnused = 5 };
+enum TokenType : int64_t {
+  kTypeNormal = 1,
+  kTypeControl = 3,
+  kTypeUserDefined = 4,
+  kTypeUnused = 5
+};
 
 Result<TokenizerSpec::Kind> KindOf(int64_t type, size_t id) {
   switch (type) {
-    case kTypeNormal: return TokenizerSpec::Kind::kNormal;
+    case kTypeNormal:
+      return TokenizerSpec::Kind::kNormal;
     case kTypeControl:
-    case kTypeUserDefined: return TokenizerSpec::Kind::kSpecial;
-    case kTypeUnused: return TokenizerSpec::Kind::kUnused;
+    case kTypeUserDefined:
+      return TokenizerSpec::Kind::kSpecial;
+    case kTypeUnused:
+      return TokenizerSpec::Kind::kUnused;
     default:
-      return UnimplementedError(StrCat("tokenizer.ggml.token_type[", id, "] is ", type,
-                                       ", known are 1, 3, 4 and 5"));
+      return UnimplementedError(
+          StrCat("tokenizer.ggml.token_type[", id, "] is ", type, ", known are 1, 3, 4 and 5"));
   }
 }
 
@@ -48,7 +56,8 @@ Status ReadTokens(const GgufFile& file, TokenizerSpec* spec) {
 }
 
 Status ReadMerges(const GgufFile& file, TokenizerSpec* spec) {
-  ASSIGN_OR_RETURN(const std::vector<std::string> merges, file.GetStringArray("tokenizer.ggml.merges"));
+  ASSIGN_OR_RETURN(const std::vector<std::string> merges,
+                   file.GetStringArray("tokenizer.ggml.merges"));
   spec->merges.reserve(merges.size());
   for (const std::string& merge : merges) {
     const size_t space = merge.find(' ');

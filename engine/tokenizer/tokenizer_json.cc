@@ -1,7 +1,7 @@
-// Reads Hugging Face's tokenizer.json into a TokenizerSpec, and refuses what we would not do the same.
+// Reads Hugging Face's tokenizer.json into a TokenizerSpec, and refuses what we would not do the
+// same.
 #include <fstream>
 #include <iterator>
-
 #include <nlohmann/json.hpp>
 
 #include "engine/base/strings.h"
@@ -19,7 +19,8 @@ constexpr std::string_view kEosText = "<｜end▁of▁sentence｜>";
 constexpr std::string_view kPatterns[] = {
     R"(\p{N}{1,3})",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| "
+    "[!\"#$%&'()*+,\\-./"
+    ":;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| "
     "?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
 };
 
@@ -36,7 +37,8 @@ bool IsTrue(const Json& object, const char* key) {
 }
 
 Status Unsupported(std::string_view what) {
-  return UnimplementedError(StrCat("tokenizer.json: ", what, "; only DeepSeek's byte-level BPE is known"));
+  return UnimplementedError(
+      StrCat("tokenizer.json: ", what, "; only DeepSeek's byte-level BPE is known"));
 }
 
 Status CheckPreTokenizer(const Json& root) {
@@ -48,7 +50,8 @@ Status CheckPreTokenizer(const Json& root) {
     const Json& regex = Member(Member(passes[i], "pattern"), "Regex");
     if (!regex.is_string() || regex.get_ref<const std::string&>() != kPatterns[i] ||
         Member(passes[i], "behavior") != "Isolated" || IsTrue(passes[i], "invert")) {
-      return Unsupported(StrCat("pre_tokenizer split ", i, " is another than '", kPatterns[i], "'"));
+      return Unsupported(
+          StrCat("pre_tokenizer split ", i, " is another than '", kPatterns[i], "'"));
     }
   }
   const Json& last = passes[std::size(kPatterns)];
@@ -88,15 +91,14 @@ Status AddToken(const std::string& text, const Json& id_value, TokenizerSpec::Ki
                 size_t max_tokens, TokenizerSpec* spec) {
   const int64_t id = id_value.is_number_integer() ? id_value.get<int64_t>() : -1;
   if (id < 0 || id >= static_cast<int64_t>(max_tokens)) {
-    return InvalidArgumentError(StrCat("tokenizer.json: token '", text, "' has id ", id_value.dump(),
-                                       ", must be an integer below ", max_tokens));
+    return InvalidArgumentError(StrCat("tokenizer.json: token '", text, "' has id ",
+                                       id_value.dump(), ", must be an integer below ", max_tokens));
   }
   const size_t index = static_cast<size_t>(id);
   if (index >= spec->tokens.size()) spec->tokens.resize(index + 1);
   TokenizerSpec::Token& token = spec->tokens[index];
   // The added list repeats tokens of the vocabulary to mark them special.
-  if (token.kind != TokenizerSpec::Kind::kMissing &&
-      (token.text != text || token.kind == kind)) {
+  if (token.kind != TokenizerSpec::Kind::kMissing && (token.text != text || token.kind == kind)) {
     return InvalidArgumentError(
         StrCat("tokenizer.json: id ", id, " stands for '", token.text, "' and for '", text, "'"));
   }
@@ -116,10 +118,12 @@ Status ReadTokens(const Json& root, TokenizerSpec* spec) {
   for (const Json& token : added) {
     const Json& content = Member(token, "content");
     if (!content.is_string()) {
-      return InvalidArgumentError(StrCat("tokenizer.json: added token without content: ", token.dump()));
+      return InvalidArgumentError(
+          StrCat("tokenizer.json: added token without content: ", token.dump()));
     }
     for (const char* key : {"single_word", "lstrip", "rstrip"}) {
-      if (IsTrue(token, key)) return Unsupported(StrCat("added token ", content.dump(), " has ", key));
+      if (IsTrue(token, key))
+        return Unsupported(StrCat("added token ", content.dump(), " has ", key));
     }
     RETURN_IF_ERROR(AddToken(content.get<std::string>(), Member(token, "id"),
                              TokenizerSpec::Kind::kSpecial, max_tokens, spec));
@@ -140,7 +144,8 @@ Status ReadMerges(const Json& root, TokenizerSpec* spec) {
         spec->merges.emplace_back(text.substr(0, space), text.substr(space + 1));
         continue;
       }
-    } else if (merge.is_array() && merge.size() == 2 && merge[0].is_string() && merge[1].is_string()) {
+    } else if (merge.is_array() && merge.size() == 2 && merge[0].is_string() &&
+               merge[1].is_string()) {
       spec->merges.emplace_back(merge[0].get<std::string>(), merge[1].get<std::string>());
       continue;
     }
@@ -164,7 +169,8 @@ int64_t FindSpecial(const TokenizerSpec& spec, std::string_view text) {
 Result<std::unique_ptr<Tokenizer>> Tokenizer::FromJson(std::string_view json) {
   const Json root = Json::parse(json, nullptr, /*allow_exceptions=*/false);
   if (!root.is_object()) {
-    return InvalidArgumentError(StrCat("tokenizer.json: ", json.size(), " bytes are not a JSON object"));
+    return InvalidArgumentError(
+        StrCat("tokenizer.json: ", json.size(), " bytes are not a JSON object"));
   }
   RETURN_IF_ERROR(CheckModel(Member(root, "model")));
   RETURN_IF_ERROR(CheckNormalizer(root));
@@ -174,7 +180,8 @@ Result<std::unique_ptr<Tokenizer>> Tokenizer::FromJson(std::string_view json) {
   RETURN_IF_ERROR(ReadMerges(root, &spec));
   spec.bos_id = FindSpecial(spec, kBosText);
   spec.eos_id = FindSpecial(spec, kEosText);
-  for (const auto& [id, text] : {std::pair(spec.bos_id, kBosText), std::pair(spec.eos_id, kEosText)}) {
+  for (const auto& [id, text] :
+       {std::pair(spec.bos_id, kBosText), std::pair(spec.eos_id, kEosText)}) {
     if (id < 0) return InvalidArgumentError(StrCat("tokenizer.json: no added token '", text, "'"));
   }
   return Create(spec);

@@ -18,7 +18,8 @@ constexpr ClassRange kClassRanges[] = {
 #include "engine/tokenizer/data/unicode_ranges.inc"
 };
 
-// One byte a code point: the lookup sits in the innermost loop, and real text touches few pages of it.
+// One byte a code point: the lookup sits in the innermost loop, and real text touches few pages of
+// it.
 class ClassTable {
  public:
   ClassTable() : classes_(new CharClass[kNumCodePoints]()) {
@@ -32,8 +33,9 @@ class ClassTable {
   std::unique_ptr<CharClass[]> classes_;
 };
 
-// Well-formed sequences by their first byte (RFC 3629, section 4): length and the range of the second
-// byte, which is what excludes overlong forms and surrogates. Length 0: no sequence starts so.
+// Well-formed sequences by their first byte (RFC 3629, section 4): length and the range of the
+// second byte, which is what excludes overlong forms and surrogates. Length 0: no sequence starts
+// so.
 struct LeadByte {
   size_t length;
   uint8_t second_min;

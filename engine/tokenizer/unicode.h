@@ -10,8 +10,8 @@
 
 namespace ds4 {
 
-// kOther: control, format, private use, unassigned, and stray bytes. kPunctuation: P and S together,
-// which no rule tells apart. The classes exclude each other.
+// kOther: control, format, private use, unassigned, and stray bytes. kPunctuation: P and S
+// together, which no rule tells apart. The classes exclude each other.
 enum class CharClass : uint8_t { kOther, kLetter, kMark, kNumber, kPunctuation, kSpace };
 
 // One character of a text. `code_point` is -1 for a stray byte, and then `size` is 1.
@@ -23,8 +23,8 @@ struct Utf8Char {
 // The character at `pos`; requires pos < text.size().
 Utf8Char DecodeUtf8(std::string_view text, size_t pos);
 
-// How many bytes at the end of `text` begin a character that is cut off (0 to 3): more bytes may still
-// make them well-formed.
+// How many bytes at the end of `text` begin a character that is cut off (0 to 3): more bytes may
+// still make them well-formed.
 size_t IncompleteUtf8Suffix(std::string_view text);
 
 // `text` with every byte that is not part of well-formed UTF-8 replaced by U+FFFD.

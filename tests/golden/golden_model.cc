@@ -47,8 +47,8 @@ void RunRanks(const std::string& gguf_path, int world_size, int threads,
 
 std::vector<float> GatherLogits(TestRank& rank, const float* local, int64_t rows) {
   const int64_t vocab = rank.config.vocab_size;
-  const int64_t largest = (vocab + rank.config.num_lanes - 1) / rank.config.num_lanes *
-                          rank.plan.lanes.num_lanes_of(0);
+  const int64_t largest =
+      (vocab + rank.config.num_lanes - 1) / rank.config.num_lanes * rank.plan.lanes.num_lanes_of(0);
   const int64_t own = rank.context.plan->vocab.size();
   std::vector<float> mine(rows * largest);
   for (int64_t t = 0; t < rows; ++t) {
@@ -72,7 +72,8 @@ std::vector<float> GatherLogits(TestRank& rank, const float* local, int64_t rows
 
 std::string GoldenGguf() {
   static const std::string path = [] {
-    const std::string out = testing::TempDir() + "/ds4_golden_f32_" + std::to_string(getpid()) + ".gguf";
+    const std::string out =
+        testing::TempDir() + "/ds4_golden_f32_" + std::to_string(getpid()) + ".gguf";
     ConvertOptions options;
     options.inputs = {DS4_SOURCE_DIR "/tests/golden/tiny_v4.safetensors"};
     options.output = out;

@@ -1,7 +1,8 @@
 // Goal: the engine computes what the reference implementation computes (tests/golden/README.md).
-// Method: the golden weights as F32, whole sequences, one by one, in chunks of every size; streams after
-// each layer and logits within 1e-4 of the reference, chosen experts and compressed rows equal, MTP rows
-// and a chain of drafts too. Between our own ways of running the same rows, bits must be equal.
+// Method: the golden weights as F32, whole sequences, one by one, in chunks of every size; streams
+// after each layer and logits within 1e-4 of the reference, chosen experts and compressed rows
+// equal, MTP rows and a chain of drafts too. Between our own ways of running the same rows, bits
+// must be equal.
 
 #include <gtest/gtest.h>
 
@@ -105,7 +106,8 @@ TEST(ReferenceTest, StreamsPicksAndLogitsMatch) {
       auto state = NewState(rank.config);
       ForwardTrace trace;
       const std::vector<float> logits = RunRows(rank, *state, ids, 0, length, &trace);
-      EXPECT_LT(LargestDifference(logits, golden.Get<float>(golden.Case(n) + "logits")), kTolerance);
+      EXPECT_LT(LargestDifference(logits, golden.Get<float>(golden.Case(n) + "logits")),
+                kTolerance);
       for (int64_t layer = 0; layer < rank.config.num_layers; ++layer) {
         const std::string suffix = "." + std::to_string(layer);
         EXPECT_LT(LargestDifference(trace.streams[layer],
@@ -133,7 +135,8 @@ TEST(ReferenceTest, StreamsPicksAndLogitsMatch) {
   });
 }
 
-// Row i pairs the token at i+1 with the trunk's streams at i; the chain feeds the block its own streams.
+// Row i pairs the token at i+1 with the trunk's streams at i; the chain feeds the block its own
+// streams.
 TEST(ReferenceTest, MtpRowsAndChainMatch) {
   const Golden golden;
   RunRanks(GoldenGguf(), 1, 1, [&](TestRank& rank) {
@@ -151,7 +154,8 @@ TEST(ReferenceTest, MtpRowsAndChainMatch) {
 
       for (int64_t i = 0; i < length; ++i) batch[i].token = i + 1 < length ? ids[i + 1] : chain[0];
       const float* drafted = rank.transformer->ForwardMtp(batch, streams.data()).value();
-      std::vector<float> rows = GatherLogits(rank, rank.transformer->MtpLogits(drafted, length), length);
+      std::vector<float> rows =
+          GatherLogits(rank, rank.transformer->MtpLogits(drafted, length), length);
       const int64_t vocab = rank.config.vocab_size;
       std::vector<float> last(rows.end() - vocab, rows.end());
       rows.resize((length - 1) * vocab);
@@ -194,7 +198,8 @@ TEST(ReferenceTest, ChunksOfEverySizeGiveTheSameBits) {
   });
 }
 
-// Lengths around every boundary there is: windows of 8, 16 and their multiples, powers of two, two chunks.
+// Lengths around every boundary there is: windows of 8, 16 and their multiples, powers of two, two
+// chunks.
 TEST(ReferenceTest, LengthsAroundBoundariesGiveTheSameBits) {
   RunRanks(GoldenGguf(), 1, 2, [&](TestRank& rank) {
     for (int64_t length : {1, 13, 31, 32, 33, 127, 128, 129, 130, 255, 257, 521}) {

@@ -101,8 +101,8 @@ DType SmallType(const TensorSpec& spec, DType type) {
 
 void GgufBuilder::SetInt(const std::string& key, int64_t value) {
   const bool fits = value >= 0 && value <= int64_t{0xffffffff};
-  keys_[key] = fits ? Scalar(GgufType::kU32, static_cast<uint32_t>(value))
-                    : Scalar(GgufType::kI64, value);
+  keys_[key] =
+      fits ? Scalar(GgufType::kU32, static_cast<uint32_t>(value)) : Scalar(GgufType::kI64, value);
 }
 void GgufBuilder::SetFloat(const std::string& key, float value) {
   keys_[key] = Scalar(GgufType::kF32, value);
@@ -137,7 +137,8 @@ int64_t GgufBuilder::Tensor::size_bytes() const {
 
 void GgufBuilder::AddModel(const ModelConfig& config,
                            const std::function<DType(const TensorSpec&)>& type_of) {
-  for (const TensorSpec& spec : ModelTensors(config)) AddTensor(spec.name, type_of(spec), spec.dims);
+  for (const TensorSpec& spec : ModelTensors(config))
+    AddTensor(spec.name, type_of(spec), spec.dims);
 }
 
 GgufBuilder::Tensor* GgufBuilder::Find(const std::string& name) {
@@ -231,8 +232,8 @@ DType FlashType(const TensorSpec& spec, DType gate_up, DType down) {
   if (has("gate_exps") || has("up_exps")) return gate_up;
   if (has("down_exps")) return down;
   if (spec.dims.size() < 2) return DType::kF32;
-  const bool small = has("token_embd") || has("hc_") || has("compressor") || has("indexer") ||
-                     has("ffn_gate_inp");
+  const bool small =
+      has("token_embd") || has("hc_") || has("compressor") || has("indexer") || has("ffn_gate_inp");
   return small ? DType::kF16 : DType::kQ8_0;
 }
 
@@ -280,7 +281,8 @@ std::string WriteSmallModel(const std::string& name, const SmallModelOptions& op
   const std::string path =
       testing::TempDir() + "/ds4_" + name + "_" + std::to_string(getpid()) + ".gguf";
   std::ofstream out(path, std::ios::binary);
-  out.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+  out.write(reinterpret_cast<const char*>(bytes.data()),
+            static_cast<std::streamsize>(bytes.size()));
   out.close();
   EXPECT_TRUE(out.good()) << path;
   return path;

@@ -1,5 +1,6 @@
-// GGUF files in memory with any key, type and value, right or wrong: what the writer would refuse too.
-// Also the metadata of Flash (the published hyper-parameters) and of a small model with 8 lanes.
+// GGUF files in memory with any key, type and value, right or wrong: what the writer would refuse
+// too. Also the metadata of Flash (the published hyper-parameters) and of a small model with 8
+// lanes.
 #pragma once
 
 #include <cstddef>
@@ -60,12 +61,12 @@ ParsedGguf ParseDirectory(const GgufBuilder& builder);
 
 // Metadata as published for DeepSeek V4 Flash; no tensors.
 GgufBuilder FlashMetadata();
-// The types of the published files: Q8_0 attention, shared expert and head; F16 small matrices; experts
-// gate and up in one type, down in another.
+// The types of the published files: Q8_0 attention, shared expert and head; F16 small matrices;
+// experts gate and up in one type, down in another.
 DType FlashType(const TensorSpec& spec, DType gate_up, DType down);
 
-// Every kind of layer in a few kilobytes: 8 heads in 8 groups, 8 lanes of 32 columns, a vocabulary that
-// does not divide, hash and score routing, an MTP block.
+// Every kind of layer in a few kilobytes: 8 heads in 8 groups, 8 lanes of 32 columns, a vocabulary
+// that does not divide, hash and score routing, an MTP block.
 GgufBuilder SmallMetadata();
 
 // Writes the small model with random weights of a seed into the tests' folder and returns the path.

@@ -19,7 +19,8 @@ TEST(StatusTest, OkHasNoMessageAndStaysOkWithContext) {
 }
 
 TEST(StatusTest, ContextGoesBeforeTheMessageAndKeepsTheCode) {
-  const Status status = DataLossError("rows 5, plan says 6").WithContext("blk.7").WithContext("rank 3");
+  const Status status =
+      DataLossError("rows 5, plan says 6").WithContext("blk.7").WithContext("rank 3");
   EXPECT_EQ(status.code(), StatusCode::kDataLoss);
   EXPECT_EQ(status.message(), "rank 3: blk.7: rows 5, plan says 6");
   EXPECT_EQ(status.ToString(), "DATA_LOSS: rank 3: blk.7: rows 5, plan says 6");

@@ -1,5 +1,5 @@
-// Goal: a session's memory is what was announced, and its state is a function of the position alone.
-// Method: the small model's caches written by hand, a value per position; hashes compared.
+// Goal: a session's memory is what was announced, and its state is a function of the position
+// alone. Method: the small model's caches written by hand, a value per position; hashes compared.
 
 #include "engine/kv/kv_state.h"
 
@@ -77,8 +77,7 @@ TEST(KvStateTest, TakesTheBytesThatItAnnounces) {
         ModelConfig config = SmallConfig();
         config.num_mtp_blocks = num_mtp;
         auto state = KvState::Create(config, context, rows).value();
-        const int64_t mtp_placeholder =
-            num_mtp == 0 ? state->mtp().window.size_bytes() : 0;
+        const int64_t mtp_placeholder = num_mtp == 0 ? state->mtp().window.size_bytes() : 0;
         EXPECT_EQ(AllocatedBytes(config, *state) - mtp_placeholder,
                   KvState::SizeBytes(config, context, rows))
             << context << " tokens, " << rows << " rows, " << num_mtp;
@@ -192,8 +191,8 @@ TEST(KvStateTest, HashDoesNotSeeWhatNobodyReads) {
   auto state = NewState(config);
   WriteUpTo(config, *state, 61);
   const uint64_t hash = state->Hash();
-  *state->layer(0).window.at(53) += 1.0f;          // position 61 sees 54 to 61
-  *state->layer(1).compressor.row(15) += 1.0f;     // closes with position 63
+  *state->layer(0).window.at(53) += 1.0f;             // position 61 sees 54 to 61
+  *state->layer(1).compressor.row(15) += 1.0f;        // closes with position 63
   *state->layer(1).compressor.values.at(55) += 1.0f;  // two windows back
   *state->layer(2).compressor.values.at(47) += 1.0f;  // pooled already
   EXPECT_EQ(state->Hash(), hash);

@@ -1,7 +1,7 @@
-// Goal: for weights of every type, the forward pass gives the same bits for any number of ranks, any
-// chunk of rows and any number of threads, and the values are those of the unrounded weights within what
-// their type loses. Method: the small random model (8 lanes, so that a Q8_0 block fits into one), long
-// enough that every layer kind has many rows and the indexer must choose.
+// Goal: for weights of every type, the forward pass gives the same bits for any number of ranks,
+// any chunk of rows and any number of threads, and the values are those of the unrounded weights
+// within what their type loses. Method: the small random model (8 lanes, so that a Q8_0 block fits
+// into one), long enough that every layer kind has many rows and the indexer must choose.
 
 #include "engine/layers/transformer.h"
 
@@ -100,13 +100,13 @@ TEST(TransformerTest, RanksChunksAndThreadsChangeNoBit) {
   }
 }
 
-// Rounding to a type is all that it changes. A near-tie between experts or compressed rows may fall the
-// other way and change a row wholly, so the median row is what counts.
+// Rounding to a type is all that it changes. A near-tie between experts or compressed rows may fall
+// the other way and change a row wholly, so the median row is what counts.
 TEST(TransformerTest, RoundedWeightsGiveNearlyTheLogitsOfExactOnes) {
   const std::vector<float> exact = RunOnOneRank(ModelOf(DType::kF32));
   // Relative rms error of a row's logits: each type's own rounding (2^-12, 2^-9, 1/254 of a block's
-  // largest, plus that of the inputs) grows a few times on the way through four layers; a wrong scale
-  // or a swapped part gives about 1.
+  // largest, plus that of the inputs) grows a few times on the way through four layers; a wrong
+  // scale or a swapped part gives about 1.
   const std::pair<DType, double> bounds[] = {
       {DType::kF16, 0.005}, {DType::kBF16, 0.1}, {DType::kQ8_0, 0.15}};
   for (const auto& [type, bound] : bounds) {

@@ -1,6 +1,6 @@
-// Goal: hyper-parameters are what the file says, or the error names the key, the value found and what
-// would do. Method: the published metadata of Flash, then one key at a time left out, of another type,
-// or out of range.
+// Goal: hyper-parameters are what the file says, or the error names the key, the value found and
+// what would do. Method: the published metadata of Flash, then one key at a time left out, of
+// another type, or out of range.
 
 #include "engine/model/model_config.h"
 
@@ -146,15 +146,29 @@ TEST(ModelConfigTest, EveryKeyOfAnotherTypeIsNamedWithBothTypes) {
 
 // Sizes from 1 on: nothing, less than nothing, and far more than any machine holds.
 TEST(ModelConfigTest, EverySizeOutOfRangeIsNamedWithValueAndRange) {
-  for (const char* key :
-       {"block_count", "context_length", "embedding_length", "vocab_size", "attention.head_count",
-        "attention.head_count_kv", "attention.key_length", "attention.value_length",
-        "rope.dimension_count", "attention.q_lora_rank", "attention.output_lora_rank",
-        "attention.output_group_count", "attention.sliding_window", "attention.indexer.head_count",
-        "attention.indexer.key_length", "attention.indexer.top_k", "expert_count",
-        "expert_used_count", "expert_feed_forward_length", "expert_shared_count",
-        "hyper_connection.count", "hyper_connection.sinkhorn_iterations",
-        "rope.scaling.original_context_length"}) {
+  for (const char* key : {"block_count",
+                          "context_length",
+                          "embedding_length",
+                          "vocab_size",
+                          "attention.head_count",
+                          "attention.head_count_kv",
+                          "attention.key_length",
+                          "attention.value_length",
+                          "rope.dimension_count",
+                          "attention.q_lora_rank",
+                          "attention.output_lora_rank",
+                          "attention.output_group_count",
+                          "attention.sliding_window",
+                          "attention.indexer.head_count",
+                          "attention.indexer.key_length",
+                          "attention.indexer.top_k",
+                          "expert_count",
+                          "expert_used_count",
+                          "expert_feed_forward_length",
+                          "expert_shared_count",
+                          "hyper_connection.count",
+                          "hyper_connection.sinkhorn_iterations",
+                          "rope.scaling.original_context_length"}) {
     for (int64_t value : {int64_t{0}, int64_t{-1}, int64_t{1} << 31, int64_t{1} << 62}) {
       const Status status = ErrorWith(key, value);
       EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << key << " " << value;
@@ -165,14 +179,17 @@ TEST(ModelConfigTest, EverySizeOutOfRangeIsNamedWithValueAndRange) {
 }
 
 TEST(ModelConfigTest, EveryFloatOutOfRangeIsNamedWithValueAndRange) {
-  const std::pair<const char*, float> cases[] = {
-      {"expert_weights_scale", 0.0f},           {"hyper_connection.epsilon", -1.0f},
-      {"attention.layer_norm_rms_epsilon", 2.0f}, {"rope.freq_base", 0.5f},
-      {"attention.compress_rope_freq_base", 1.0f}, {"rope.scaling.factor", 0.0f},
-      {"rope.scaling.yarn_beta_fast", 0.0f},    {"rope.scaling.yarn_beta_slow", -1.0f}};
+  const std::pair<const char*, float> cases[] = {{"expert_weights_scale", 0.0f},
+                                                 {"hyper_connection.epsilon", -1.0f},
+                                                 {"attention.layer_norm_rms_epsilon", 2.0f},
+                                                 {"rope.freq_base", 0.5f},
+                                                 {"attention.compress_rope_freq_base", 1.0f},
+                                                 {"rope.scaling.factor", 0.0f},
+                                                 {"rope.scaling.yarn_beta_fast", 0.0f},
+                                                 {"rope.scaling.yarn_beta_slow", -1.0f}};
   for (const auto& [key, value] : cases) {
-    for (float bad : {value, std::numeric_limits<float>::quiet_NaN(),
-                      std::numeric_limits<float>::infinity()}) {
+    for (float bad :
+         {value, std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
       GgufBuilder builder = FlashMetadata();
       builder.SetFloat(std::string("deepseek4.") + key, bad);
       const Status status = ErrorOf(builder);
@@ -203,7 +220,8 @@ TEST(ModelConfigTest, ArithmeticThatWeDoNotDoIsRefused) {
   EXPECT_THAT(ErrorOf(unnormed).message(), HasSubstr("expert_weights_norm is false"));
   GgufBuilder linear = FlashMetadata();
   linear.SetString("deepseek4.rope.scaling.type", "linear");
-  EXPECT_THAT(ErrorOf(linear).message(), HasSubstr("rope.scaling.type is \"linear\", only \"yarn\""));
+  EXPECT_THAT(ErrorOf(linear).message(),
+              HasSubstr("rope.scaling.type is \"linear\", only \"yarn\""));
 }
 
 TEST(ModelConfigTest, SizesThatDisagreeAreBothNamed) {

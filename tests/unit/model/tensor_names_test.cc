@@ -1,5 +1,5 @@
-// Goal: a tensor is bound only in the shape that the metadata asks for. Method: the small model's table
-// of tensors, with one of them changed.
+// Goal: a tensor is bound only in the shape that the metadata asks for. Method: the small model's
+// table of tensors, with one of them changed.
 
 #include "engine/model/tensor_names.h"
 

@@ -1,5 +1,5 @@
-// Goal: the filters keep what their definition says. Method: worked examples with probabilities that
-// can be checked by hand; the logits are their logarithms.
+// Goal: the filters keep what their definition says. Method: worked examples with probabilities
+// that can be checked by hand; the logits are their logarithms.
 #include "engine/sampling/logits_filter.h"
 
 #include <gtest/gtest.h>
@@ -12,12 +12,13 @@ namespace ds4 {
 namespace {
 
 // p = 0.4, 0.3, 0.15, 0.1, 0.05 for ids 3, 1, 0, 4, 2.
-const std::vector<float> kLogits = {std::log(0.15f), std::log(0.3f), std::log(0.05f), std::log(0.4f),
-                                    std::log(0.1f)};
+const std::vector<float> kLogits = {std::log(0.15f), std::log(0.3f), std::log(0.05f),
+                                    std::log(0.4f), std::log(0.1f)};
 
 // Probabilities of the kept tokens, best first, from `count` candidates.
 std::vector<double> Kept(SamplingParams params, int32_t count = 5) {
-  const KeptSet kept = FilterCandidates(params, GatherFrom(kLogits, 1, count, params.temperature), 5);
+  const KeptSet kept =
+      FilterCandidates(params, GatherFrom(kLogits, 1, count, params.temperature), 5);
   EXPECT_TRUE(kept.is_closed);
   std::vector<double> p;
   for (const double mass : kept.masses) p.push_back(mass / kept.kept_mass);
@@ -65,7 +66,8 @@ TEST(LogitsFilterTest, TemperatureComesFirst) {
   ExpectNear(Kept({.temperature = 0.5f, .min_p = 0.6f}), {1.0});
 }
 
-// Fewer candidates than the vocabulary: the set is closed only where nothing behind them could belong.
+// Fewer candidates than the vocabulary: the set is closed only where nothing behind them could
+// belong.
 TEST(LogitsFilterTest, ClosedOnlyWhenComplete) {
   const auto is_closed = [](const SamplingParams& params, int32_t count) {
     return FilterCandidates(params, GatherFrom(kLogits, 1, count, params.temperature), 5).is_closed;

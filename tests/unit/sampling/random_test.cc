@@ -1,5 +1,5 @@
-// Goal: the random numbers are Philox, the same on every machine, and even. Method: the known answers
-// published with the algorithm (Random123, kat_vectors); moments of many draws.
+// Goal: the random numbers are Philox, the same on every machine, and even. Method: the known
+// answers published with the algorithm (Random123, kat_vectors); moments of many draws.
 #include "engine/sampling/random.h"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,8 @@ using Words = std::array<uint32_t, 4>;
 
 TEST(RandomTest, PublishedKnownAnswers) {
   constexpr uint32_t kOnes = 0xFFFFFFFF;
-  EXPECT_EQ(Philox4x32({0, 0, 0, 0}, {0, 0}), (Words{0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8}));
+  EXPECT_EQ(Philox4x32({0, 0, 0, 0}, {0, 0}),
+            (Words{0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8}));
   EXPECT_EQ(Philox4x32({kOnes, kOnes, kOnes, kOnes}, {kOnes, kOnes}),
             (Words{0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD}));
   EXPECT_EQ(Philox4x32({0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344}, {0xA4093822, 0x299F31D0}),

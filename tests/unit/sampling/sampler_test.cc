@@ -1,6 +1,6 @@
-// Goal: tokens are drawn with the right probabilities, and the same token comes out for any number of
-// ranks. Method: 100,000 draws against the exact distribution, worked out here in double by sorting the
-// whole vocabulary; thousands of random cases split over 1 to 8 ranks; bad input.
+// Goal: tokens are drawn with the right probabilities, and the same token comes out for any number
+// of ranks. Method: 100,000 draws against the exact distribution, worked out here in double by
+// sorting the whole vocabulary; thousands of random cases split over 1 to 8 ranks; bad input.
 #include "engine/sampling/sampler.h"
 
 #include <gmock/gmock.h>
@@ -29,11 +29,14 @@ std::vector<float> RandomLogits(size_t size, float spread, uint32_t seed) {
 }
 
 // The definition of spec and header, over the whole vocabulary at once.
-std::vector<double> ExactDistribution(const std::vector<float>& logits, const SamplingParams& params) {
+std::vector<double> ExactDistribution(const std::vector<float>& logits,
+                                      const SamplingParams& params) {
   std::vector<size_t> order(logits.size());
   std::iota(order.begin(), order.end(), size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return logits[a] > logits[b]; });
-  if (params.top_k > 0) order.resize(std::min<size_t>(order.size(), static_cast<size_t>(params.top_k)));
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return logits[a] > logits[b]; });
+  if (params.top_k > 0)
+    order.resize(std::min<size_t>(order.size(), static_cast<size_t>(params.top_k)));
   std::vector<double> p(logits.size(), 0.0);
   double total = 0.0;
   for (const size_t id : order) total += p[id] = std::exp(double{logits[id]} / params.temperature);
@@ -83,7 +86,8 @@ TEST(SamplerTest, SameTokenForAnyNumberOfRanks) {
   int num_walks = 0;
   for (uint32_t round = 0; round < 3000; ++round) {
     const size_t size = 8 + random() % 600;
-    std::vector<float> logits = RandomLogits(size, 0.2f + 0.01f * static_cast<float>(random() % 300), round);
+    std::vector<float> logits =
+        RandomLogits(size, 0.2f + 0.01f * static_cast<float>(random() % 300), round);
     if (round % 4 == 0) {  // many ties
       for (float& logit : logits) logit = std::round(logit);
     }
@@ -95,13 +99,16 @@ TEST(SamplerTest, SameTokenForAnyNumberOfRanks) {
     params.seed = random();
     const int64_t pos = random() % 1000;
     const int32_t expected = SampleWith(logits, params, pos, 1).value().token;
-    num_walks += params.temperature > 0 && params.top_k == 0 && params.top_p == 1.0f && params.min_p == 0.0f;
+    num_walks +=
+        params.temperature > 0 && params.top_k == 0 && params.top_p == 1.0f && params.min_p == 0.0f;
     for (const int num_ranks : {2, 3, 4, 5, 8}) {
       ASSERT_EQ(SampleWith(logits, params, pos, num_ranks).value().token, expected) << round;
     }
     // How many candidates were asked for first does not matter either.
-    ASSERT_EQ(SampleWith(logits, params, pos, 2, static_cast<int32_t>(1 + random() % size)).value().token,
-              expected) << round;
+    ASSERT_EQ(
+        SampleWith(logits, params, pos, 2, static_cast<int32_t>(1 + random() % size)).value().token,
+        expected)
+        << round;
   }
   EXPECT_GT(num_walks, 300);
 }
@@ -121,18 +128,21 @@ TEST(SamplerTest, AsksForMoreUntilClosed) {
   EXPECT_EQ(SampleWith(flat, {.temperature = 1, .top_p = 0.9f}, 0, 4).value().num_rounds, 3);
   EXPECT_EQ(SampleWith(flat, {.temperature = 1, .min_p = 0.1f}, 0, 4).value().num_rounds, 3);
   EXPECT_EQ(SampleWith(flat, {.temperature = 1, .top_k = 5000}, 0, 4).value().num_rounds, 1);
-  EXPECT_EQ(SampleWith(flat, {.temperature = 1, .top_k = 1'000'000'000}, 0, 4).value().num_rounds, 1);
+  EXPECT_EQ(SampleWith(flat, {.temperature = 1, .top_k = 1'000'000'000}, 0, 4).value().num_rounds,
+            1);
   // A peaked one is decided at once.
   const std::vector<float> peaked = RandomLogits(5000, 5.0f, 1);
   EXPECT_EQ(SampleWith(peaked, {.temperature = 1, .top_p = 0.9f}, 0, 4).value().num_rounds, 1);
-  const Decision more = Decide({.temperature = 1, .top_k = 7}, 0, GatherFrom(flat, 1, 3, 1.0f), 5000).value();
+  const Decision more =
+      Decide({.temperature = 1, .top_k = 7}, 0, GatherFrom(flat, 1, 3, 1.0f), 5000).value();
   EXPECT_EQ(more.kind, Decision::Kind::kNeedMore);
   EXPECT_EQ(more.count, 7);
 }
 
 TEST(SamplerTest, LogitsThatAreNoNumbersAreAnError) {
-  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
-                          -std::numeric_limits<float>::infinity()}) {
+  for (const float bad :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+        -std::numeric_limits<float>::infinity()}) {
     for (const float temperature : {0.0f, 1.0f}) {
       std::vector<float> logits = RandomLogits(64, 1.0f, 3);
       logits[41] = bad;  // lane 5

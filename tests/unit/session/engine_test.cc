@@ -1,6 +1,6 @@
 // Goal: an engine runs exactly what a plan says, or nothing; all ranks of any number give the same
-// tokens, logits and state; a lost rank is named and ends the group. Method: the small random model,
-// ranks as threads of this process over local transports.
+// tokens, logits and state; a lost rank is named and ends the group. Method: the small random
+// model, ranks as threads of this process over local transports.
 
 #include "engine/session/engine.h"
 
@@ -143,8 +143,8 @@ TEST(EngineTest, SessionsAreOpenedOnceWithinTheLimits) {
   EXPECT_EQ(engine.StateHash(8).status().code(), StatusCode::kNotFound);
 }
 
-// A plan that does not fit is refused before anything has run: the state keeps its hash, and the same
-// step without its fault runs afterwards.
+// A plan that does not fit is refused before anything has run: the state keeps its hash, and the
+// same step without its fault runs afterwards.
 TEST(EngineTest, APlanThatDoesNotFitRunsNothing) {
   struct Case {
     const char* says;
@@ -153,8 +153,7 @@ TEST(EngineTest, APlanThatDoesNotFitRunsNothing) {
   const Case cases[] = {
       {"step 12 has no parts", [](StepPlan& p) { p.parts.clear(); }},
       {"decode_steps is -1", [](StepPlan& p) { p.decode_steps = -1; }},
-      {"has 33 rows, a batch holds 32",
-       [](StepPlan& p) { p.parts[0].tokens = RandomIds(33, 5); }},
+      {"has 33 rows, a batch holds 32", [](StepPlan& p) { p.parts[0].tokens = RandomIds(33, 5); }},
       {"step 12, part 0: session 5 is not open", [](StepPlan& p) { p.parts[0].session_id = 5; }},
       {"part 0 has no tokens", [](StepPlan& p) { p.parts[0].tokens.clear(); }},
       {"starts at position 61, the session is at 60", [](StepPlan& p) { p.parts[0].pos = 61; }},
@@ -162,7 +161,10 @@ TEST(EngineTest, APlanThatDoesNotFitRunsNothing) {
       {"goes back to 12 or 0", [](StepPlan& p) { p.parts[0].pos = 11; }},
       {"ends at position 65, the session's context is 64",
        [](StepPlan& p) { p.parts[0].tokens = RandomIds(5, 5); }},
-      {"has 2 score targets for 1 tokens", [](StepPlan& p) { p.parts[0].score_targets = {1, 2}; }},
+      {"has 2 score targets for 1 tokens",
+       [](StepPlan& p) {
+         p.parts[0].score_targets = {1, 2};
+       }},
       {"num_top is -1", [](StepPlan& p) { p.parts[0].num_top = -1; }},
       {"num_top is 98, must be from 0 to 97", [](StepPlan& p) { p.parts[0].num_top = 98; }},
       {"tokens[0] is 97, the vocabulary has ids 0 to 96",
@@ -170,15 +172,17 @@ TEST(EngineTest, APlanThatDoesNotFitRunsNothing) {
       {"tokens[0] is -1", [](StepPlan& p) { p.parts[0].tokens[0] = -1; }},
       {"score_targets[0] is -2", [](StepPlan& p) { p.parts[0].score_targets = {-2}; }},
       {"score_targets[0] is 97", [](StepPlan& p) { p.parts[0].score_targets = {97}; }},
-      {"stop_ids[1] is 97", [](StepPlan& p) { p.parts[0].stop_ids = {3, 97}; }},
+      {"stop_ids[1] is 97",
+       [](StepPlan& p) {
+         p.parts[0].stop_ids = {3, 97};
+       }},
       {"temperature is nan", [](StepPlan& p) { p.parts[0].sampling.temperature = NAN; }},
       {"top_k is -1", [](StepPlan& p) { p.parts[0].sampling.top_k = -1; }},
       {"top_p is 0", [](StepPlan& p) { p.parts[0].sampling.top_p = 0.0f; }},
       {"min_p is 2", [](StepPlan& p) { p.parts[0].sampling.min_p = 2.0f; }},
       {"part 1: session 7 is in it twice", [](StepPlan& p) { p.parts.push_back(p.parts[0]); }},
       // The second part's fault must stop the first part too.
-      {"part 1: session 5 is not open",
-       [](StepPlan& p) { p.parts.push_back(Part(5, 0, {1})); }},
+      {"part 1: session 5 is not open", [](StepPlan& p) { p.parts.push_back(Part(5, 0, {1})); }},
   };
   OneRank rank;
   for (int64_t pos = 0; pos < 60; pos += 12) {
@@ -269,8 +273,8 @@ TEST(EngineTest, AStopIdEndsItsPartAndNoOther) {
   OneRank plain(10);
   const std::vector<int32_t> tokens = plain.Tokens(Plan({Part(kSession, 10, {5}, true)}, 10));
   const int32_t stop = tokens[4];
-  const auto first = static_cast<size_t>(std::find(tokens.begin(), tokens.end(), stop) -
-                                         tokens.begin());
+  const auto first =
+      static_cast<size_t>(std::find(tokens.begin(), tokens.end(), stop) - tokens.begin());
   OneRank rank(10);
   ASSERT_TRUE(rank.engine().OpenSession(8, 64).ok());
   StepPart part = Part(kSession, 10, {5}, true);
@@ -293,7 +297,8 @@ TEST(EngineTest, AStopIdEndsItsPartAndNoOther) {
 // The last position of a context holds a token; the one drawn after it has no row to run.
 TEST(EngineTest, DecodingEndsWithTheContext) {
   OneRank rank(20);
-  std::vector<int32_t> tokens = rank.Tokens(Plan({Part(kSession, 20, RandomIds(30, 2), true)}, 100));
+  std::vector<int32_t> tokens =
+      rank.Tokens(Plan({Part(kSession, 20, RandomIds(30, 2), true)}, 100));
   EXPECT_EQ(tokens.size(), 64u - 50u + 1u);
   const Status full = rank.Run(Plan({Part(kSession, 64, {1})})).status();
   EXPECT_THAT(full.message(), HasSubstr("ends at position 65, the session's context is 64"));
@@ -332,8 +337,8 @@ TEST(EngineTest, GreedyTakesTheLargestLogitAndTellsItsLogProbability) {
   const std::vector<float> logits = LogitsAfter(ids);
   OneRank rank;
   const StepResult result = rank.Run(Plan({Part(kSession, 0, ids, true)})).value();
-  const auto best = static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) -
-                                         logits.begin());
+  const auto best =
+      static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
   EXPECT_EQ(result.tokens[0].token, best);
   EXPECT_NEAR(result.tokens[0].logprob, LogSoftmax(logits, best), 2e-6);
   EXPECT_TRUE(result.tokens[0].top.empty());
@@ -374,9 +379,9 @@ TEST(EngineTest, NumTopDoesNotChangeTheDraw) {
 
 // Every world size, filter and seed: the same tokens, log probabilities, scores and state.
 TEST(EngineTest, EveryWorldSizeGivesTheSameStep) {
-  const SamplingParams samplings[] = {{0.0f, 0, 1.0f, 0.0f, 0},   {1.0f, 0, 1.0f, 0.0f, 5},
-                                      {2.5f, 0, 1.0f, 0.0f, 6},   {0.8f, 20, 1.0f, 0.0f, 7},
-                                      {1.2f, 0, 0.85f, 0.0f, 8},  {1.5f, 0, 1.0f, 0.05f, 9},
+  const SamplingParams samplings[] = {{0.0f, 0, 1.0f, 0.0f, 0},    {1.0f, 0, 1.0f, 0.0f, 5},
+                                      {2.5f, 0, 1.0f, 0.0f, 6},    {0.8f, 20, 1.0f, 0.0f, 7},
+                                      {1.2f, 0, 0.85f, 0.0f, 8},   {1.5f, 0, 1.0f, 0.05f, 9},
                                       {1.1f, 50, 0.95f, 0.02f, 10}};
   struct Seen {
     std::vector<int32_t> tokens;
@@ -533,12 +538,10 @@ TEST(StepPlanTest, EveryFieldCountsInTheDigest) {
     return Plan({part, Part(8, 0, {9})}, 3);
   };
   const std::function<void(StepPlan&)> changes[] = {
-      [](StepPlan& p) { ++p.sequence; },
-      [](StepPlan& p) { ++p.decode_steps; },
+      [](StepPlan& p) { ++p.sequence; }, [](StepPlan& p) { ++p.decode_steps; },
       [](StepPlan& p) { p.parts.pop_back(); },
       [](StepPlan& p) { std::swap(p.parts[0], p.parts[1]); },
-      [](StepPlan& p) { ++p.parts[0].session_id; },
-      [](StepPlan& p) { ++p.parts[0].pos; },
+      [](StepPlan& p) { ++p.parts[0].session_id; }, [](StepPlan& p) { ++p.parts[0].pos; },
       [](StepPlan& p) { ++p.parts[0].tokens[2]; },
       [](StepPlan& p) { p.parts[0].tokens.push_back(0); },
       [](StepPlan& p) { p.parts[0].sample = false; },

@@ -1,6 +1,6 @@
 // Goal: the slices of all ranks are the whole model, once, and cost what the arithmetic of the
-// published shapes says. Method: directories without data, of Flash as published and of a small model;
-// every world size and uneven layouts.
+// published shapes says. Method: directories without data, of Flash as published and of a small
+// model; every world size and uneven layouts.
 
 #include "engine/shard/shard_plan.h"
 
@@ -28,8 +28,7 @@ struct TestModel {
 TestModel Flash(DType gate_up, DType down) {
   GgufBuilder builder = FlashMetadata();
   const ModelConfig config = ReadModelConfig(*ParseDirectory(builder).file).value();
-  builder.AddModel(config,
-                   [&](const TensorSpec& spec) { return FlashType(spec, gate_up, down); });
+  builder.AddModel(config, [&](const TensorSpec& spec) { return FlashType(spec, gate_up, down); });
   return {ParseDirectory(builder), config};
 }
 
@@ -124,18 +123,18 @@ TEST(ShardPlanTest, HeadsGroupsWidthAndVocabularyFollowTheLanes) {
   }
 }
 
-// Bytes of Flash by the arithmetic of its published shapes, in GB. A rank holds (routed + split) / N +
-// replicated + embedding; one token reads 6 of 256 routed experts, the rest whole, and one row of the
-// embedding. The whole indexer is replicated, its query projection (0.352 GB) too.
+// Bytes of Flash by the arithmetic of its published shapes, in GB. A rank holds (routed + split) /
+// N + replicated + embedding; one token reads 6 of 256 routed experts, the rest whole, and one row
+// of the embedding. The whole indexer is replicated, its query projection (0.352 GB) too.
 struct Costs {
   DType gate_up;
   DType down;
   double routed;      // all experts of all layers
   double read_total;  // of one token on one rank that holds everything
 };
-constexpr double kSplit = 6.664 - 0.352;      // q_b, o_a, o_b, shared expert, head
-constexpr double kReplicated = 1.070 + 0.352; // q_a, kv, compressors, indexer, mHC, router
-constexpr double kOneRow = 1.068;             // embedding and the table of expert ids
+constexpr double kSplit = 6.664 - 0.352;       // q_b, o_a, o_b, shared expert, head
+constexpr double kReplicated = 1.070 + 0.352;  // q_a, kv, compressors, indexer, mHC, router
+constexpr double kOneRow = 1.068;              // embedding and the table of expert ids
 
 TEST(ShardPlanTest, FlashCostsWhatItsShapesSay) {
   const Costs all_costs[] = {{DType::kIQ2_XXS, DType::kQ2_K, 77.91, 9.5591},
@@ -221,8 +220,7 @@ TEST(ShardPlanTest, ALaneThatWouldCutABlockIsRefusedByName) {
 TEST(ShardPlanTest, AMissingTensorIsNamed) {
   const TestModel model =
       Small([](GgufBuilder& builder) { builder.RemoveTensor("blk.2.attn_kv.weight"); });
-  const Status status =
-      MakeShardPlan(model.config, model.file(), LaneLayout::Even(8, 2)).status();
+  const Status status = MakeShardPlan(model.config, model.file(), LaneLayout::Even(8, 2)).status();
   EXPECT_EQ(status.code(), StatusCode::kNotFound);
   EXPECT_THAT(status.message(), HasSubstr("blk.2.attn_kv.weight"));
 }
@@ -241,8 +239,7 @@ TEST(ShardPlanTest, EqualPlansHaveEqualDigestsAndNoOthers) {
 
 TEST(ShardPlanTest, EverySliceCountsInTheDigest) {
   const TestModel model = Small();
-  const ShardPlan plan =
-      MakeShardPlan(model.config, model.file(), LaneLayout::Even(8, 2)).value();
+  const ShardPlan plan = MakeShardPlan(model.config, model.file(), LaneLayout::Even(8, 2)).value();
   const size_t num_slices = plan.ranks[1].slices.size();
   for (size_t i = 0; i < num_slices; ++i) {
     ShardPlan other = plan;
@@ -260,8 +257,7 @@ TEST(ShardPlanTest, EverySliceCountsInTheDigest) {
 // Columns stand under their heads, and the last line adds up what the group holds.
 TEST(ShardPlanTest, TheTableLinesUp) {
   const TestModel model = Flash(DType::kIQ2_XXS, DType::kQ2_K);
-  const ShardPlan plan =
-      MakeShardPlan(model.config, model.file(), LaneLayout::Even(8, 3)).value();
+  const ShardPlan plan = MakeShardPlan(model.config, model.file(), LaneLayout::Even(8, 3)).value();
   const std::vector<std::string> lines = StrSplit(plan.ToString(false), '\n');
   ASSERT_EQ(lines.size(), 6u);  // head, three ranks, total, and nothing after the last line end
   const size_t holds = lines[0].find("holds");
@@ -282,8 +278,7 @@ TEST(ShardPlanTest, TheTableLinesUp) {
 
 TEST(ShardPlanTest, TheDetailsNameEveryKindOfTensorOfEveryRank) {
   const TestModel model = Small();
-  const ShardPlan plan =
-      MakeShardPlan(model.config, model.file(), LaneLayout::Even(8, 2)).value();
+  const ShardPlan plan = MakeShardPlan(model.config, model.file(), LaneLayout::Even(8, 2)).value();
   const std::string text = plan.ToString(true);
   EXPECT_THAT(text, HasSubstr("rank 0"));
   EXPECT_THAT(text, HasSubstr("rank 1"));

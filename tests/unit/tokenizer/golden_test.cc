@@ -1,11 +1,11 @@
-// Goal: the same ids as DeepSeek's own tokeniser. Method: 10,207 texts encoded by Hugging Face's Rust
-// library with the V4 vocabulary (tests/data/tokenizer/README.md), with special texts recognised and
-// as plain text; each must give the same ids here, and the ids must give the text back.
+// Goal: the same ids as DeepSeek's own tokeniser. Method: 10,207 texts encoded by Hugging Face's
+// Rust library with the V4 vocabulary (tests/data/tokenizer/README.md), with special texts
+// recognised and as plain text; each must give the same ids here, and the ids must give the text
+// back.
 #include <gtest/gtest.h>
 
 #include <fstream>
 #include <map>
-
 #include <nlohmann/json.hpp>
 
 #include "tests/unit/tokenizer/test_data.h"
@@ -24,9 +24,11 @@ TEST(TokenizerGoldenTest, AllCasesMatch) {
     const Json test = Json::parse(line);
     const std::string text = test["text"];
     const std::vector<int32_t> ids = test["ids"];
-    const std::vector<int32_t> ids_plain = test.contains("ids_plain") ? test["ids_plain"] : test["ids"];
+    const std::vector<int32_t> ids_plain =
+        test.contains("ids_plain") ? test["ids_plain"] : test["ids"];
     const bool is_same = tokenizer.Encode(text, true) == ids &&
-                         tokenizer.Encode(text, false) == ids_plain && tokenizer.Decode(ids) == text;
+                         tokenizer.Encode(text, false) == ids_plain &&
+                         tokenizer.Decode(ids) == text;
     ++num_cases;
     if (is_same) continue;
     if (++num_failed <= 20) {

@@ -1,12 +1,11 @@
 // Goal: both file forms give the same tokeniser, and a broken file is refused with its reason.
-// Method: the toy vocabulary written as tokenizer.json and as GGUF metadata, whole and spoiled; random
-// cuts of the JSON text, none of which may crash.
+// Method: the toy vocabulary written as tokenizer.json and as GGUF metadata, whole and spoiled;
+// random cuts of the JSON text, none of which may crash.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <functional>
-
 #include <nlohmann/json.hpp>
 
 #include "engine/gguf/gguf_reader.h"
@@ -23,10 +22,14 @@ constexpr const char* kBosText = "<｜begin▁of▁sentence｜>";
 constexpr const char* kEosText = "<｜end▁of▁sentence｜>";
 
 Json Split(const std::string& regex) {
-  return {{"type", "Split"}, {"pattern", {{"Regex", regex}}}, {"behavior", "Isolated"}, {"invert", false}};
+  return {{"type", "Split"},
+          {"pattern", {{"Regex", regex}}},
+          {"behavior", "Isolated"},
+          {"invert", false}};
 }
 
-// The toy as tokenizer.json; BOS and EOS carry DeepSeek's names there, since they are found by text.
+// The toy as tokenizer.json; BOS and EOS carry DeepSeek's names there, since they are found by
+// text.
 Json ToyJson() {
   const TokenizerSpec spec = ToySpec();
   Json root = {{"normalizer", nullptr}, {"added_tokens", Json::array()}};
@@ -40,10 +43,13 @@ Json ToyJson() {
       root["added_tokens"].push_back({{"id", id}, {"content", content}, {"lstrip", false}});
     }
   }
-  for (const auto& [left, right] : spec.merges) root["model"]["merges"].push_back(left + " " + right);
+  for (const auto& [left, right] : spec.merges)
+    root["model"]["merges"].push_back(left + " " + right);
   root["pre_tokenizer"]["pretokenizers"] = {
-      Split(R"(\p{N}{1,3})"), Split("[一-龥\u3040-ゟ゠-ヿ]+"),
-      Split("[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| "
+      Split(R"(\p{N}{1,3})"),
+      Split("[一-龥\u3040-ゟ゠-ヿ]+"),
+      Split("[!\"#$%&'()*+,\\-./"
+            ":;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| "
             "?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+"),
       {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}}};
   return root;
@@ -82,9 +88,13 @@ TEST(TokenizerJsonTest, Refused) {
       {"added_tokens is missing", [](Json* j) { j->erase("added_tokens"); }},
       {"pre_tokenizer", [](Json* j) { j->erase("pre_tokenizer"); }},
       {"pre_tokenizer split 0", [](Json* j) { (*j)["pre_tokenizer"]["pretokenizers"][0] = 1; }},
-      {"normalizer", [](Json* j) { (*j)["normalizer"] = {{"type", "NFC"}}; }},
+      {"normalizer",
+       [](Json* j) {
+         (*j)["normalizer"] = {{"type", "NFC"}};
+       }},
       {"ignore_merges", [](Json* j) { (*j)["model"]["ignore_merges"] = true; }},
-      {"must be an integer below 263", [](Json* j) { (*j)["model"]["vocab"]["ab"] = 1'000'000'000; }},
+      {"must be an integer below 263",
+       [](Json* j) { (*j)["model"]["vocab"]["ab"] = 1'000'000'000; }},
       {"must be an integer below 263", [](Json* j) { (*j)["model"]["vocab"]["ab"] = -1; }},
       {"must be an integer below 263", [](Json* j) { (*j)["model"]["vocab"]["ab"] = "256"; }},
       {"id 257 stands for", [](Json* j) { (*j)["model"]["vocab"]["ab"] = 257; }},
@@ -117,12 +127,14 @@ TEST(TokenizerJsonTest, CutAndFlippedBytesNeverCrash) {
     if (!tokenizer.ok()) continue;
     EXPECT_EQ((*tokenizer)->Decode((*tokenizer)->Encode("abc", true)), "abc");
   }
-  EXPECT_EQ(Tokenizer::FromJsonFile("/no/such/tokenizer.json").status().code(), StatusCode::kNotFound);
+  EXPECT_EQ(Tokenizer::FromJsonFile("/no/such/tokenizer.json").status().code(),
+            StatusCode::kNotFound);
 }
 
 // The project's own small model: other ids for the same special texts.
 TEST(TokenizerJsonTest, TrainedTokenizer) {
-  const auto tokenizer = Tokenizer::FromJsonFile(std::string(DS4_SOURCE_DIR) + "/scripts/train/tokenizer.json");
+  const auto tokenizer =
+      Tokenizer::FromJsonFile(std::string(DS4_SOURCE_DIR) + "/scripts/train/tokenizer.json");
   ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
   const std::string text = "Hello, 世界! 12345\n\n\tfoo_bar <think>";
   EXPECT_EQ((*tokenizer)->Decode((*tokenizer)->Encode(text, true)), text);
@@ -210,7 +222,8 @@ struct ToyGguf {
     writer.Add("tokenizer.ggml.bos_token_id", uint32_t{kToyBos});
     writer.Add("tokenizer.ggml.eos_token_id", eos_id);
     const std::string bytes = writer.Finish();
-    auto file = GgufFile::Parse(std::as_bytes(std::span(bytes)), "toy.gguf", GgufContent::kDirectory);
+    auto file =
+        GgufFile::Parse(std::as_bytes(std::span(bytes)), "toy.gguf", GgufContent::kDirectory);
     if (!file.ok()) return file.status();
     return Tokenizer::FromGguf(**file);
   }

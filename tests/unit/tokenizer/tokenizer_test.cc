@@ -1,5 +1,5 @@
-// Goal: whatever bytes come in, the tokeniser gives them back, in bounded time; whatever is wrong with
-// a tokeniser's file, loading says so. Method: random bytes and hand-made edge cases on the V4
+// Goal: whatever bytes come in, the tokeniser gives them back, in bounded time; whatever is wrong
+// with a tokeniser's file, loading says so. Method: random bytes and hand-made edge cases on the V4
 // vocabulary; a toy vocabulary, right once and then broken in one place at a time.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -30,12 +30,13 @@ std::vector<std::string> Pieces(std::string_view text) {
 }
 
 TEST(PreTokenizerTest, EachRule) {
-  EXPECT_THAT(Pieces("a   12345"), ElementsAre("a", "   ", "123", "45"));      // 1; \s+ ends at the digits
-  EXPECT_THAT(Pieces("x中文かなy"), ElementsAre("x", "中文かな", "y"));            // 2
-  EXPECT_THAT(Pieces("ア・イ"), ElementsAre("ア", "・", "イ"));                    // 3 runs inside 2's pieces
-  EXPECT_THAT(Pieces("(foo_bar"), ElementsAre("(foo", "_bar"));                // a
-  EXPECT_THAT(Pieces("\tword"), ElementsAre("\tword"));                        // b
-  EXPECT_THAT(Pieces("a ...\n\nb"), ElementsAre("a", " ...\n\n", "b"));        // c
+  EXPECT_THAT(Pieces("a   12345"),
+              ElementsAre("a", "   ", "123", "45"));  // 1; \s+ ends at the digits
+  EXPECT_THAT(Pieces("x中文かなy"), ElementsAre("x", "中文かな", "y"));  // 2
+  EXPECT_THAT(Pieces("ア・イ"), ElementsAre("ア", "・", "イ"));          // 3 runs inside 2's pieces
+  EXPECT_THAT(Pieces("(foo_bar"), ElementsAre("(foo", "_bar"));          // a
+  EXPECT_THAT(Pieces("\tword"), ElementsAre("\tword"));                  // b
+  EXPECT_THAT(Pieces("a ...\n\nb"), ElementsAre("a", " ...\n\n", "b"));  // c
   EXPECT_THAT(Pieces("a \n \n  b"), ElementsAre("a", " \n \n", " ", " b"));    // d, e, b
   EXPECT_THAT(Pieces("a \x01\x02z"), ElementsAre("a", " ", "\x01", "\x02z"));  // f, gap, b
 }
@@ -50,7 +51,8 @@ TEST(PreTokenizerTest, StrayBytesAreCharactersOfTheirOwn) {
 TEST(UnicodeTest, WellFormedOnly) {
   EXPECT_EQ(DecodeUtf8("é", 0).code_point, 0xE9);
   EXPECT_EQ(DecodeUtf8("\xF4\x8F\xBF\xBF", 0).code_point, 0x10FFFF);
-  for (const char* bad : {"\x80", "\xC1\x81", "\xE0\x80\x80", "\xED\xA0\x80", "\xF4\x90\x80\x80", "\xC3"}) {
+  for (const char* bad :
+       {"\x80", "\xC1\x81", "\xE0\x80\x80", "\xED\xA0\x80", "\xF4\x90\x80\x80", "\xC3"}) {
     EXPECT_EQ(DecodeUtf8(bad, 0).code_point, -1);
     EXPECT_EQ(DecodeUtf8(bad, 0).size, 1u);
   }
@@ -66,7 +68,8 @@ TEST(TokenizerTest, RandomBytesComeBack) {
   for (const int max_byte : {256, 128, 64}) {
     for (int round = 0; round < 10; ++round) {
       std::string text(10'000, '\0');
-      std::generate(text.begin(), text.end(), [&] { return static_cast<char>(random() % max_byte); });
+      std::generate(text.begin(), text.end(),
+                    [&] { return static_cast<char>(random() % max_byte); });
       ASSERT_EQ(tokenizer.Decode(tokenizer.Encode(text, false)), text);
       ASSERT_EQ(tokenizer.Decode(tokenizer.Encode(text, true)), text);
     }
@@ -90,7 +93,8 @@ TEST(TokenizerTest, LongPieceWithoutSpace) {
   const Tokenizer& tokenizer = V4Tokenizer();
   std::mt19937 random(2);
   std::string letters(1'000'000, ' ');
-  std::generate(letters.begin(), letters.end(), [&] { return static_cast<char>('a' + random() % 26); });
+  std::generate(letters.begin(), letters.end(),
+                [&] { return static_cast<char>('a' + random() % 26); });
   for (const std::string& text : {std::string(1'000'000, 'a'), std::string(1'000'000, ' '),
                                   std::string(1'000'000, '\xFF'), letters}) {
     EXPECT_TRUE(tokenizer.Decode(tokenizer.Encode(text, true)) == text);
@@ -115,8 +119,8 @@ TEST(TokenizerTest, HeapAndScanAgree) {
 
 TEST(TokenizerTest, LowestRankFirstThenLeftmost) {
   const auto tokenizer = Tokenizer::Create(ToySpec()).value();
-  EXPECT_THAT(tokenizer->Encode("abc", false), ElementsAre(kToyAb, 'c'));     // "a b" before "b c"
-  EXPECT_THAT(tokenizer->Encode("aaa", false), ElementsAre(kToyAa, 'a'));     // leftmost
+  EXPECT_THAT(tokenizer->Encode("abc", false), ElementsAre(kToyAb, 'c'));  // "a b" before "b c"
+  EXPECT_THAT(tokenizer->Encode("aaa", false), ElementsAre(kToyAa, 'a'));  // leftmost
   EXPECT_THAT(tokenizer->Encode("abab", false), ElementsAre(kToyAbab));
 }
 
@@ -124,7 +128,7 @@ TEST(TokenizerTest, SpecialTextIsPlainUnlessAsked) {
   const auto tokenizer = Tokenizer::Create(ToySpec()).value();
   EXPECT_THAT(tokenizer->Encode("a<s>b", true), ElementsAre('a', kToyBos, 'b'));
   EXPECT_THAT(tokenizer->Encode("a<s>b", false), ElementsAre('a', '<', 's', '>', 'b'));
-  EXPECT_THAT(tokenizer->Encode("<s>>", true), ElementsAre(kToyLonger));      // longest wins
+  EXPECT_THAT(tokenizer->Encode("<s>>", true), ElementsAre(kToyLonger));  // longest wins
   EXPECT_THAT(tokenizer->Encode("<s<s>", true), ElementsAre('<', 's', kToyBos));
   EXPECT_FALSE(tokenizer->SpecialId("ab").has_value());
   EXPECT_FALSE(tokenizer->SpecialId("<s").has_value());
