@@ -52,7 +52,7 @@ struct KernelTable {
   float (*log)(float x);
   float (*sigmoid)(float x);
   float (*softplus)(float x);
-  // The vector form of exp, for tests: in place.
+  // The vector form of exp, in place; sums over the vocabulary use it.
   void (*exp_row)(float* x, int64_t n);
   float (*sum_of_squares)(const float* x, int64_t n);
   // y = (x * factor) * weight; weight may be null.

@@ -43,6 +43,21 @@ class Reader {
 constexpr int64_t kLaneBytes = sizeof(float) + 2 * sizeof(double);
 constexpr int64_t kTokenBytes = sizeof(int32_t) + sizeof(float);
 
+// kLaneBytes each way.
+void PutLane(const LaneStats& lane, Writer& writer) {
+  writer.Put(lane.max_logit);
+  writer.Put(lane.sum_exp);
+  writer.Put(lane.sum_exp_temp);
+}
+
+LaneStats GetLane(Reader& reader) {
+  LaneStats lane;
+  lane.max_logit = reader.Get<float>();
+  lane.sum_exp = reader.Get<double>();
+  lane.sum_exp_temp = reader.Get<double>();
+  return lane;
+}
+
 struct WireDecision {
   int32_t kind = 0;
   int32_t token = 0;
@@ -73,9 +88,7 @@ Result<Candidates> TokenChooser::GatherCandidates(std::span<const float> logits,
   mine_.clear();
   Writer writer(mine_);
   for (const LaneStats& lane : own.lanes) {
-    writer.Put(lane.max_logit);
-    writer.Put(lane.sum_exp);
-    writer.Put(lane.sum_exp_temp);
+    PutLane(lane, writer);
   }
   mine_.resize(max_lanes_ * kLaneBytes);
   writer.Put(static_cast<int32_t>(own.top.size()));
@@ -93,10 +106,7 @@ Result<Candidates> TokenChooser::GatherCandidates(std::span<const float> logits,
     const std::byte* message = all_.data() + r * message_bytes;
     Reader lanes(message);
     for (int i = 0; i < layout.num_lanes_of(r); ++i) {
-      LaneStats& lane = ranks[r].lanes.emplace_back();
-      lane.max_logit = lanes.Get<float>();
-      lane.sum_exp = lanes.Get<double>();
-      lane.sum_exp_temp = lanes.Get<double>();
+      ranks[r].lanes.push_back(GetLane(lanes));
     }
     Reader tokens(message + max_lanes_ * kLaneBytes);
     const int32_t num_tokens = tokens.Get<int32_t>();
@@ -211,9 +221,7 @@ Status TokenChooser::Score(const float* logits, std::span<const int32_t> targets
     const Candidates own =
         LocalCandidates(row, static_cast<int32_t>(vocab.begin), lane_begin_, 0, 0.0f);
     for (const LaneStats& lane : own.lanes) {
-      writer.Put(lane.max_logit);
-      writer.Put(lane.sum_exp);
-      writer.Put(lane.sum_exp_temp);
+      PutLane(lane, writer);
     }
     mine_.resize(t * row_bytes + max_lanes_ * kLaneBytes);
     const bool have = targets[t] >= vocab.begin && targets[t] < vocab.end;
@@ -229,10 +237,7 @@ Status TokenChooser::Score(const float* logits, std::span<const int32_t> targets
       const std::byte* message = all_.data() + r * mine_.size() + t * row_bytes;
       Reader reader(message);
       for (int i = 0; i < layout.num_lanes_of(r); ++i) {
-        LaneStats& lane = lanes.emplace_back();
-        lane.max_logit = reader.Get<float>();
-        lane.sum_exp = reader.Get<double>();
-        lane.sum_exp_temp = reader.Get<double>();
+        lanes.push_back(GetLane(reader));
       }
       // The owner sent the logit, all others 0.
       logit += Reader(message + max_lanes_ * kLaneBytes).Get<float>();
