@@ -1,0 +1,96 @@
+// Streams and their mixing (spec 2.2, 2.3), norms, embedding, rotary tables. All float32.
+#pragma once
+
+#include "engine/cuda/activation.h"
+#include "engine/cuda/cache.h"
+#include "engine/cuda/layout.h"
+
+namespace ds4::cuda {
+
+// A matrix that stays row-major: F32, F16 or BF16 values [rows][cols]; device pointer.
+struct PlainMatrix {
+  DType dtype = DType::kF32;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  const std::byte* data = nullptr;
+};
+
+inline constexpr int kMaxDeviceStreams = 4;
+
+struct HcParams {
+  int num_streams = 4;  // H <= kMaxDeviceStreams
+  int hidden_dim = 0;   // D
+  int sinkhorn_iterations = 20;
+  float hc_eps = 1e-6f;
+  float norm_eps = 1e-6f;
+};
+
+struct HcWeights {
+  PlainMatrix fn;                // [2H + H*H][H*D]; head: [H][H*D]
+  const float* base = nullptr;   // [2H + H*H] or [H]
+  const float* scale = nullptr;  // [3] or [1]
+};
+
+// What a site leaves for its end: per row post [H] and comb [H*H] (row-major, comb[j][k]).
+struct HcMix {
+  float* post = nullptr;  // [rows][H]
+  float* comb = nullptr;  // [rows][H*H]
+};
+
+// Sums of squares and dot products of the streams with fn, in parts by columns, for the next site:
+// partial[(part * rows + t) * 32 + i], i < fn.rows dot products, i = 31 the sum of squares.
+// Parts are ranges of kPartCols columns d of all streams, so the order of additions depends on D only.
+inline constexpr int kPartCols = 64;
+inline int NumParts(const HcParams& params) {
+  return (params.hidden_dim + kPartCols - 1) / kPartCols;
+}
+
+// streams[t][h][:] = embedding row of token[t] for all h (embedding: any packed... row-major file
+// layout: F32, F16, BF16 or Q8_0 GGUF blocks, row r at data + r * BytesFor(dtype, D)), and the
+// partials for the first site's fn.
+void LaunchEmbed(const LaunchContext& launch, const HcParams& params, const StepRows& step, int rows,
+                 DType dtype, const std::byte* embedding, const PlainMatrix& next_fn,
+                 float* streams, float* partial);
+
+// Ends a site and prepares the next: streams[t][k] = post[k] * s[t] + sum_j comb[j][k] *
+// streams[t][j], s = the lane tree's total of the roots of all ranks (num_roots vectors
+// [rows][D], one pointer each, in lane order; sizes[i] lanes each; added as AddRoots does), then
+// the partials with next_fn (of the next site, or the head's). In place.
+struct RootSet {
+  static constexpr int kMax = 16;
+  int count = 0;
+  const float* data[kMax] = {};
+  int begin[kMax] = {};  // first lane of each
+  int size[kMax] = {};   // lanes of each
+  int num_lanes = 1;
+};
+void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows, const RootSet& roots,
+                  const HcMix& mix, const PlainMatrix& next_fn, float* streams, float* partial);
+
+// Starts a site: mixes from the partials, collapsed c = sum_h pre_h X_h, x = norm_weight * R(c) in
+// the forms that `x` has, post and comb for the site's end. One result for any number of rows.
+void LaunchHcPre(const LaunchContext& launch, const HcParams& params, int rows,
+                 const float* streams, const float* partial, const HcWeights& weights,
+                 const float* norm_weight, const HcMix& mix, const ActivationView& x);
+
+// Head collapse and final norm of the chosen rows (row_index[i], device, [out.rows]) into `out`.
+void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,
+                  const int32_t* row_index, const float* streams, const float* partial,
+                  const HcWeights& weights, const float* norm_weight, const ActivationView& out);
+
+// out = weight * R(x), x: [rows][stride], `cols` values (weight may be null), in the forms of `out`
+// at columns 0..cols-1; padding columns get zeros.
+void LaunchRmsNorm(const LaunchContext& launch, const float* x, int64_t stride, int rows, int cols,
+                   const float* weight, float eps, const ActivationView& out);
+
+// `segments` runs of `segment_cols` values at x + t * stride + s * segment_cols, into out's segments
+// of PaddedCols(segment_cols) columns, in the forms of `out`.
+void LaunchFormActivation(const LaunchContext& launch, const float* x, int64_t stride, int rows,
+                          int segments, int segment_cols, const ActivationView& out);
+
+// cos, sin [rows][pairs] of pos[t] * frequency[i]; the product in double, on the device.
+// frequencies: [pairs] double, device.
+void LaunchRopeTable(const LaunchContext& launch, const int32_t* pos, int rows,
+                     const double* frequencies, int pairs, float* cos, float* sin);
+
+}  // namespace ds4::cuda
