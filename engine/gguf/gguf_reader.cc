@@ -352,6 +352,13 @@ Result<std::unique_ptr<GgufFile>> GgufFile::Parse(std::span<const std::byte> byt
   return file;
 }
 
+Result<std::unique_ptr<GgufFile>> GgufFile::Adopt(std::vector<std::byte> bytes,
+                                                  const std::string& name, GgufContent content) {
+  ASSIGN_OR_RETURN(auto file, Parse(bytes, name, content));
+  file->owned_ = std::move(bytes);  // a moved vector's bytes stay where they are
+  return file;
+}
+
 const TensorInfo* GgufFile::FindTensor(std::string_view name) const {
   const auto it = tensor_index_.find(name);
   return it == tensor_index_.end() ? nullptr : &tensors_[it->second];

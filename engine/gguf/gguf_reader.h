@@ -80,6 +80,11 @@ class GgufFile {
                                                  const std::string& name,
                                                  GgufContent content = GgufContent::kComplete);
 
+  // The same for bytes that the result takes over.
+  static Result<std::unique_ptr<GgufFile>> Adopt(std::vector<std::byte> bytes,
+                                                 const std::string& name,
+                                                 GgufContent content = GgufContent::kComplete);
+
   const std::string& path() const { return path_; }
   int64_t file_bytes() const { return static_cast<int64_t>(bytes_.size()); }
   uint32_t version() const { return version_; }
@@ -135,7 +140,8 @@ class GgufFile {
   std::string ItemText(GgufType type, int64_t offset) const;
 
   std::string path_;
-  MappedFile mapping_;  // empty when made by Parse
+  MappedFile mapping_;            // empty unless made by Open
+  std::vector<std::byte> owned_;  // empty unless made by Adopt
   std::span<const std::byte> bytes_;
   uint32_t version_ = 0;
   int64_t alignment_ = 0;

@@ -148,10 +148,7 @@ void GgufWriter::PutDirectory(std::vector<std::byte>* out) const {
   }
 }
 
-Status GgufWriter::Begin(const std::string& path) {
-  CHECK(!file_) << "Begin called twice";
-  ASSIGN_OR_RETURN(OutputFile file, OutputFile::Create(path));
-  file_.emplace(std::move(file));
+std::vector<std::byte> GgufWriter::Directory() const {
   std::vector<std::byte> header;
   PutTo(&header, kGgufMagic);
   PutTo(&header, uint32_t{3});
@@ -159,12 +156,19 @@ Status GgufWriter::Begin(const std::string& path) {
   PutTo(&header, static_cast<uint64_t>(keys_.size()));
   header.insert(header.end(), key_bytes_.begin(), key_bytes_.end());
   PutDirectory(&header);
-  RETURN_IF_ERROR(file_->Write(header));
-  return Pad();
+  header.resize(static_cast<size_t>(Padded(static_cast<int64_t>(header.size()))));
+  return header;
 }
 
-// Zeros up to the next multiple of the alignment. The header's end is the only start of padding
-// that is not a tensor's, so positions in the file and in the data section agree.
+Status GgufWriter::Begin(const std::string& path) {
+  CHECK(!file_) << "Begin called twice";
+  ASSIGN_OR_RETURN(OutputFile file, OutputFile::Create(path));
+  file_.emplace(std::move(file));
+  return file_->Write(Directory());
+}
+
+// Zeros up to the next multiple of the alignment. The data section starts at one, so positions in
+// the file and in the section agree.
 Status GgufWriter::Pad() {
   static constexpr std::byte kZeros[kDefaultGgufAlignment] = {};
   const int64_t missing = Padded(file_->bytes_written()) - file_->bytes_written();

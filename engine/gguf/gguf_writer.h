@@ -34,6 +34,10 @@ class GgufWriter {
   // first dim is no whole number of blocks, or the size overflows.
   Status AddTensor(const std::string& name, DType dtype, std::vector<int64_t> dims);
 
+  // Header, metadata, tensor directory and the padding behind them: a whole file but for the data,
+  // which is what GgufContent::kDirectory asks for.
+  std::vector<std::byte> Directory() const;
+
   // Writes the header; from here on nothing can be added.
   Status Begin(const std::string& path);
   // The next bytes of tensor `name`, which must be the first one that is not full

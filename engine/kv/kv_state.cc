@@ -90,55 +90,35 @@ Result<std::unique_ptr<KvState>> KvState::Create(const ModelConfig& config, int6
 }
 
 KvState::KvState(const ModelConfig& config, int64_t max_context, int64_t max_batch_rows)
-    : window_(config.sliding_window),
-      slack_(max_batch_rows + kDraftSlack),
-      max_context_(max_context),
+    : position_(max_context, max_batch_rows),
+      window_(config.sliding_window),
       configs_(config.layers) {
+  const int64_t slack = position_.slack();
   for (const LayerConfig& layer : config.layers) {
     LayerState state;
-    state.window = Ring(window_ + slack_, config.head_dim);
+    state.window = Ring(window_ + slack, config.head_dim);
     if (layer.attention != AttentionKind::kSliding) {
-      state.compressor = MakeCompressor(layer, config.head_dim, max_context, slack_);
+      state.compressor = MakeCompressor(layer, config.head_dim, max_context, slack);
     }
     if (layer.attention == AttentionKind::kCompressed) {
-      state.indexer = MakeCompressor(layer, config.index_head_dim, max_context, slack_);
+      state.indexer = MakeCompressor(layer, config.index_head_dim, max_context, slack);
     }
     layers_.push_back(std::move(state));
   }
-  if (config.num_mtp_blocks > 0) mtp_.window = Ring(window_ + slack_, config.head_dim);
-}
-
-// Writing position q takes the slot of q - R. With R = window + slack, the oldest window row that n
-// needs, n - window + 1, is still there while high_water <= n + slack; the pending rings have the
-// same slack over what they need.
-int64_t KvState::LowestRewind() const { return std::max<int64_t>(0, high_water_ - slack_); }
-
-Status KvState::Rewind(int64_t n) {
-  if (n < 0 || n > n_ || (n != 0 && n < LowestRewind())) {
-    return OutOfRangeError(StrCat("cannot set a session at position ", n_, " to ", n,
-                                  ": it can go to 0 or from ", LowestRewind(), " to ", n_));
-  }
-  n_ = n;
-  if (n == 0) high_water_ = 0;
-  return OkStatus();
-}
-
-void KvState::Advance(int64_t rows) {
-  n_ += rows;
-  CHECK(n_ <= max_context_) << n_ << " of " << max_context_;
-  high_water_ = std::max(high_water_, n_);
+  if (config.num_mtp_blocks > 0) mtp_.window = Ring(window_ + slack, config.head_dim);
 }
 
 uint64_t KvState::Hash() const {
   Hasher hash;
+  const int64_t n = position_.n();
   for (size_t i = 0; i < layers_.size(); ++i) {
-    for (int64_t p = std::max<int64_t>(0, n_ - window_ + 1); p < n_; ++p) {
+    for (int64_t p = std::max<int64_t>(0, n - window_ + 1); p < n; ++p) {
       hash.Add(layers_[i].window.at(p), layers_[i].window.width());
     }
     if (configs_[i].attention == AttentionKind::kSliding) continue;
-    HashCompressor(configs_[i], layers_[i].compressor, n_, hash);
+    HashCompressor(configs_[i], layers_[i].compressor, n, hash);
     if (configs_[i].attention == AttentionKind::kCompressed) {
-      HashCompressor(configs_[i], layers_[i].indexer, n_, hash);
+      HashCompressor(configs_[i], layers_[i].indexer, n, hash);
     }
   }
   return hash.Digest();

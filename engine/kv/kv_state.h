@@ -15,12 +15,10 @@
 #include <vector>
 
 #include "engine/base/status.h"
+#include "engine/kv/session_position.h"
 #include "engine/model/model_config.h"
 
 namespace ds4 {
-
-// Slots beyond one batch, so that a draft can be taken back right after a full prefill chunk.
-inline constexpr int64_t kDraftSlack = 16;
 
 // Rows of `width` float32 values, row for position p in slot p mod num_slots.
 class Ring {
@@ -67,16 +65,12 @@ class KvState {
   // Bytes that Create takes.
   static int64_t SizeBytes(const ModelConfig& config, int64_t max_context, int64_t max_batch_rows);
 
-  int64_t max_context() const { return max_context_; }
-  // Positions processed so far.
-  int64_t n() const { return n_; }
-
-  // Goes back to position n: as far as the rings reach, or to 0. kOutOfRange names both limits.
-  Status Rewind(int64_t n);
-  // n += rows, after a step.
-  void Advance(int64_t rows);
-  // The lowest n, besides 0, that Rewind takes now.
-  int64_t LowestRewind() const;
+  const SessionPosition& position() const { return position_; }
+  int64_t max_context() const { return position_.max_context(); }
+  int64_t n() const { return position_.n(); }
+  Status Rewind(int64_t n) { return position_.Rewind(n); }
+  void Advance(int64_t rows) { position_.Advance(rows); }
+  int64_t LowestRewind() const { return position_.LowestRewind(); }
 
   LayerState& layer(int64_t i) { return layers_[i]; }
   // The MTP block's own ring; only when the model has the block.
@@ -88,11 +82,8 @@ class KvState {
  private:
   KvState(const ModelConfig& config, int64_t max_context, int64_t max_batch_rows);
 
+  SessionPosition position_;
   int64_t window_;
-  int64_t slack_;
-  int64_t max_context_;
-  int64_t n_ = 0;
-  int64_t high_water_ = 0;  // positions below this have been written since n was last 0
   std::vector<LayerConfig> configs_;
   std::vector<LayerState> layers_;
   LayerState mtp_;

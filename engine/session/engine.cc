@@ -9,6 +9,9 @@
 #include "engine/base/strings.h"
 #include "engine/gguf/gguf_reader.h"
 #include "engine/layers/transformer.h"
+#include "engine/model/synthetic.h"
+#include "engine/session/backend.h"
+#include "engine/session/plan_check.h"
 #include "engine/session/token_chooser.h"
 #include "engine/weights/weight_loader.h"
 
@@ -55,10 +58,7 @@ class CpuEngine : public Engine {
   EngineStats& mutable_stats() { return stats_; }
 
  private:
-  Status Check(const StepPlan& plan) const;
-  Status CheckPart(const StepPart& part, const std::string& where) const;
-  Status CheckTokens(const std::vector<int32_t>& tokens, int32_t lowest, const std::string& where,
-                     const char* what) const;
+  const SessionPosition* FindPosition(uint64_t session_id) const;
   // Runs the batch and moves its sessions on.
   Result<const float*> Forward(const Batch& batch);
   Status Score(const StepPlan& plan, const float* streams, StepResult& result);
@@ -82,100 +82,27 @@ class CpuEngine : public Engine {
 };
 
 Status CpuEngine::OpenSession(uint64_t session_id, int64_t max_context) {
-  if (sessions_.contains(session_id)) {
-    return {StatusCode::kAlreadyExists, StrCat("session ", session_id, " is open already")};
-  }
-  if (static_cast<int>(sessions_.size()) >= options_.max_sessions) {
-    return ResourceExhaustedError(StrCat("session ", session_id,
-                                         " is one too many: ", sessions_.size(), " of ",
-                                         options_.max_sessions, " are open; close one first"));
-  }
-  if (max_context < 1 || max_context > options_.max_context) {
-    return InvalidArgumentError(StrCat("session ", session_id, " asks for a context of ",
-                                       max_context, " tokens, this group was formed for 1 to ",
-                                       options_.max_context));
-  }
+  RETURN_IF_ERROR(CheckOpenSession(options_, session_id, max_context,
+                                   sessions_.contains(session_id), std::ssize(sessions_)));
   ASSIGN_OR_RETURN(sessions_[session_id],
                    KvState::Create(config_, max_context, options_.max_batch_rows));
   return OkStatus();
 }
 
 Status CpuEngine::CloseSession(uint64_t session_id) {
-  if (sessions_.erase(session_id) == 0) {
-    return NotFoundError(StrCat("session ", session_id, " is not open"));
-  }
+  if (sessions_.erase(session_id) == 0) return SessionNotOpenError(session_id);
   return OkStatus();
 }
 
 Result<uint64_t> CpuEngine::StateHash(uint64_t session_id) {
   const auto it = sessions_.find(session_id);
-  if (it == sessions_.end()) return NotFoundError(StrCat("session ", session_id, " is not open"));
+  if (it == sessions_.end()) return SessionNotOpenError(session_id);
   return it->second->Hash();
 }
 
-Status CpuEngine::CheckTokens(const std::vector<int32_t>& tokens, int32_t lowest,
-                              const std::string& where, const char* what) const {
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    if (tokens[i] < lowest || tokens[i] >= config_.vocab_size) {
-      return InvalidArgumentError(StrCat(where, ": ", what, "[", i, "] is ", tokens[i],
-                                         ", the vocabulary has ids 0 to ", config_.vocab_size - 1));
-    }
-  }
-  return OkStatus();
-}
-
-Status CpuEngine::CheckPart(const StepPart& part, const std::string& where) const {
-  const auto it = sessions_.find(part.session_id);
-  if (it == sessions_.end()) {
-    return InvalidArgumentError(StrCat(where, ": session ", part.session_id, " is not open"));
-  }
-  const KvState& state = *it->second;
-  const int64_t rows = static_cast<int64_t>(part.tokens.size());
-  if (rows == 0) return InvalidArgumentError(StrCat(where, " has no tokens"));
-  if (part.pos < 0 || part.pos > state.n() || (part.pos != 0 && part.pos < state.LowestRewind())) {
-    return InvalidArgumentError(StrCat(where, " starts at position ", part.pos,
-                                       ", the session is at ", state.n(), " and goes back to ",
-                                       state.LowestRewind(), " or 0"));
-  }
-  if (rows > state.max_context() - part.pos) {
-    return InvalidArgumentError(StrCat(where, " ends at position ", part.pos + rows,
-                                       ", the session's context is ", state.max_context()));
-  }
-  if (!part.score_targets.empty() && part.score_targets.size() != part.tokens.size()) {
-    return InvalidArgumentError(
-        StrCat(where, " has ", part.score_targets.size(), " score targets for ", rows, " tokens"));
-  }
-  if (part.num_top < 0 || part.num_top > config_.vocab_size) {
-    return InvalidArgumentError(
-        StrCat(where, ": num_top is ", part.num_top, ", must be from 0 to ", config_.vocab_size));
-  }
-  RETURN_IF_ERROR(CheckTokens(part.tokens, 0, where, "tokens"));
-  RETURN_IF_ERROR(CheckTokens(part.score_targets, -1, where, "score_targets"));
-  RETURN_IF_ERROR(CheckTokens(part.stop_ids, 0, where, "stop_ids"));
-  return ValidateSampling(part.sampling).WithContext(where);
-}
-
-Status CpuEngine::Check(const StepPlan& plan) const {
-  const std::string step = StrCat("step ", plan.sequence);
-  if (plan.parts.empty()) return InvalidArgumentError(step + " has no parts");
-  if (plan.decode_steps < 0) {
-    return InvalidArgumentError(StrCat(step, ": decode_steps is ", plan.decode_steps));
-  }
-  if (plan.num_rows() > options_.max_batch_rows) {
-    return InvalidArgumentError(
-        StrCat(step, " has ", plan.num_rows(), " rows, a batch holds ", options_.max_batch_rows));
-  }
-  std::vector<uint64_t> seen;
-  for (size_t i = 0; i < plan.parts.size(); ++i) {
-    const std::string where = StrCat(step, ", part ", i);
-    const StepPart& part = plan.parts[i];
-    RETURN_IF_ERROR(CheckPart(part, where));
-    if (std::find(seen.begin(), seen.end(), part.session_id) != seen.end()) {
-      return InvalidArgumentError(StrCat(where, ": session ", part.session_id, " is in it twice"));
-    }
-    seen.push_back(part.session_id);
-  }
-  return OkStatus();
+const SessionPosition* CpuEngine::FindPosition(uint64_t session_id) const {
+  const auto it = sessions_.find(session_id);
+  return it == sessions_.end() ? nullptr : &it->second->position();
 }
 
 Result<const float*> CpuEngine::Forward(const Batch& batch) {
@@ -234,7 +161,8 @@ Status CpuEngine::Sample(const StepPlan& plan, const std::vector<std::pair<int32
 }
 
 Result<StepResult> CpuEngine::Run(const StepPlan& plan, const TokenCallback& on_token) {
-  RETURN_IF_ERROR(Check(plan));
+  RETURN_IF_ERROR(CheckPlan(plan, config_.vocab_size, options_.max_batch_rows,
+                            [this](uint64_t id) { return FindPosition(id); }));
   const auto start = std::chrono::steady_clock::now();
   const double comm_start = comm_->wait_seconds();
   StepResult result;
@@ -275,40 +203,47 @@ Result<StepResult> CpuEngine::Run(const StepPlan& plan, const TokenCallback& on_
   return result;
 }
 
-Status CheckOptions(const EngineOptions& options, const ModelConfig& config) {
-  if (options.num_threads < 1) {
-    return InvalidArgumentError(StrCat("threads is ", options.num_threads, ", must be at least 1"));
-  }
-  if (options.max_context < 1 || options.max_context > config.context_length) {
-    return InvalidArgumentError(StrCat("a context of ", options.max_context,
-                                       " tokens was asked for, the model was made for 1 to ",
-                                       config.context_length));
-  }
-  if (options.max_batch_rows < 1 || options.max_batch_rows > 65536) {
+// What only a device does; doing something else silently would surprise.
+Status CheckCpuOptions(const EngineOptions& options) {
+  if (options.expert_memory != ExpertMemory::kDevice) {
     return InvalidArgumentError(
-        StrCat("batch rows is ", options.max_batch_rows, ", must be from 1 to 65536"));
+        "expert memory host is for a device; the CPU engine keeps all weights in host memory");
   }
-  if (options.max_sessions < 1) {
-    return InvalidArgumentError(
-        StrCat("sessions is ", options.max_sessions, ", must be at least 1"));
+  if (options.device_transport != "auto") {
+    return InvalidArgumentError(StrCat("device transport is ", options.device_transport,
+                                       ", the CPU engine has no device: it must be auto"));
   }
   return OkStatus();
 }
 
-}  // namespace
+Result<std::unique_ptr<GgufFile>> OpenWithData(const EngineOptions& options) {
+  if (options.synthetic.empty()) return OpenEngineModel(options);
+  return MakeSyntheticModel(options.synthetic, options.quant, options.synthetic_layers);
+}
 
-Result<std::unique_ptr<Engine>> Engine::Load(const EngineOptions& options, Communicator* comm,
-                                             const LoadProgress& progress) {
+Result<std::unique_ptr<Engine>> LoadCpu(const EngineOptions& options, Communicator* comm,
+                                        const Engine::LoadProgress& progress) {
   const auto start = std::chrono::steady_clock::now();
-  ASSIGN_OR_RETURN(const std::unique_ptr<GgufFile> file, GgufFile::Open(options.model_path));
+  RETURN_IF_ERROR(CheckCpuOptions(options));
+  ASSIGN_OR_RETURN(const std::unique_ptr<GgufFile> file, OpenWithData(options));
   ASSIGN_OR_RETURN(ModelConfig config, ReadModelConfig(*file));
-  RETURN_IF_ERROR(CheckOptions(options, config));
+  RETURN_IF_ERROR(CheckEngineOptions(options, config));
   ASSIGN_OR_RETURN(ShardPlan plan, MakeShardPlan(config, *file, comm->lanes()));
   ASSIGN_OR_RETURN(Weights weights, LoadWeights(config, *file, plan.ranks[comm->rank()], progress));
   auto engine = std::make_unique<CpuEngine>(options, std::move(config), std::move(plan),
                                             std::move(weights), comm);
   engine->mutable_stats().load_seconds = SecondsSince(start);
   return std::unique_ptr<Engine>(std::move(engine));
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Engine>> Engine::Load(const EngineOptions& options, Communicator* comm,
+                                             const LoadProgress& progress) {
+  if (options.backend == Backend::kCpu) return LoadCpu(options, comm, progress);
+  const BackendFactory factory = FindBackend(options.backend);
+  if (factory == nullptr) return MissingBackendError(options.backend);
+  return factory(options, comm, progress);
 }
 
 }  // namespace ds4

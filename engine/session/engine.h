@@ -11,21 +11,16 @@
 
 #include "engine/base/status.h"
 #include "engine/comm/communicator.h"
+#include "engine/session/engine_options.h"
 #include "engine/session/step_plan.h"
 
 namespace ds4 {
 
-struct EngineOptions {
-  std::string model_path;
-  int num_threads = 1;
-  int64_t max_context = 4096;    // of one session
-  int64_t max_batch_rows = 512;  // rows of one forward pass: the prefill chunk (same on all ranks)
-  int max_sessions = 1;
-};
-
 struct EngineStats {
-  int64_t weight_bytes = 0;  // held by this rank
+  std::string backend = "cpu";  // and, of a device, its name: "cuda, NVIDIA H200"
+  int64_t weight_bytes = 0;     // held by this rank
   int64_t kv_bytes_per_session = 0;
+  int64_t device_bytes = 0;  // of device memory, everything taken at start; 0 on the CPU
   double load_seconds = 0.0;
 };
 
@@ -36,7 +31,8 @@ class Engine {
   using TokenCallback = std::function<void(const TokenOutput&)>;
 
   // Reads this rank's slices (comm->rank() of comm->world_size(), lanes as comm->lanes()).
-  // `comm` outlives the engine. kInvalidArgument: file or options; kResourceExhausted: no memory.
+  // `comm` outlives the engine. kInvalidArgument: file or options; kResourceExhausted: no memory;
+  // kFailedPrecondition: this program was built without options.backend (backend.h).
   static Result<std::unique_ptr<Engine>> Load(const EngineOptions& options, Communicator* comm,
                                               const LoadProgress& progress);
   virtual ~Engine() = default;
