@@ -29,6 +29,7 @@ struct Routing {
   int32_t* pairs = nullptr;         // [rows * used] row * used + k, sorted
   int32_t* pair_place = nullptr;    // [rows * used] place of pair (row, k) in `pairs`
   int32_t* expert_first = nullptr;  // [num_experts + 1] first place of each expert in `pairs`
+  int32_t* counts = nullptr;        // [num_experts] used while many rows are placed
 };
 // Bytes of everything above for max_rows rows, each array 256-byte aligned; and its addresses.
 int64_t RoutingBytes(int64_t max_rows, const RouterParams& params);
