@@ -1,0 +1,222 @@
+// What kernel sources (*.cu) may use of CUDA, for two compilers: nvcc, and a plain C++ compiler with
+// the emulator of engine/cuda/emulator. Included by .cu files only. The only file with PTX.
+//
+// Global names are CUDA's own (threadIdx, __shared__, __syncthreads, __shfl_sync ...); the device
+// helpers are in ds4::cuda. All 32 lanes of a warp take part in every warp operation, and all
+// threads of a block reach the same __syncthreads().
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "engine/cuda/launch.h"
+
+#if !defined(__CUDACC__)
+#include "engine/cuda/emulator/emulator.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+// Declares `std::byte* name`: the block's dynamic shared memory, 128-byte aligned.
+#define DS4_DYNAMIC_SHARED(name)                                      \
+  extern __shared__ __align__(128) std::byte ds4_dynamic_shared[];    \
+  std::byte* name = ds4_dynamic_shared
+
+namespace ds4::cuda {
+
+__device__ __forceinline__ float HalfToFloat(uint16_t bits) {
+  return __half2float(__ushort_as_half(bits));
+}
+__device__ __forceinline__ uint16_t FloatToHalf(float value) {  // nearest, ties to even
+  return __half_as_ushort(__float2half_rn(value));
+}
+__device__ __forceinline__ float Bf16ToFloat(uint16_t bits) {
+  return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
+__device__ __forceinline__ uint16_t FloatToBf16(float value) {  // nearest, ties to even
+  return __bfloat16_as_ushort(__float2bfloat16_rn(value));
+}
+__device__ __forceinline__ float2 Half2ToFloat2(uint32_t bits) {
+  return make_float2(HalfToFloat(static_cast<uint16_t>(bits)),
+                     HalfToFloat(static_cast<uint16_t>(bits >> 16)));
+}
+__device__ __forceinline__ float2 Bf162ToFloat2(uint32_t bits) {
+  return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u));
+}
+__device__ __forceinline__ uint32_t FloatsToBf162(float lo, float hi) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(lo, hi);
+  return static_cast<uint32_t>(__bfloat16_as_ushort(both.x)) |
+         static_cast<uint32_t>(__bfloat16_as_ushort(both.y)) << 16;
+}
+
+// d += a b, fragments as in the PTX manual (lane 4g + t).
+// m16n8k32: a[0] row g, k 4t..4t+3; a[1] row g+8; a[2], a[3] the same at k + 16; b[0] column g,
+// k 4t..4t+3; b[1] k + 16; d[0], d[1] row g, columns 2t, 2t+1; d[2], d[3] row g+8.
+__device__ __forceinline__ void MmaS8(int (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// m16n8k16: a[0] row g, k 2t, 2t+1; a[1] row g+8; a[2], a[3] the same at k + 8; b[0] column g,
+// k 2t, 2t+1; b[1] k + 8; d as above. float32 sums.
+__device__ __forceinline__ void MmaBf16(float (&d)[4], const uint32_t (&a)[4],
+                                        const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void MmaF16(float (&d)[4], const uint32_t (&a)[4],
+                                       const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+// 16 bytes from global to shared memory without registers; both 16-byte aligned. Readable by this
+// thread after CopyAsyncWait, by others after a barrier more.
+__device__ __forceinline__ void CopyAsync16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(shared)),
+               "l"(__cvta_generic_to_global(global))
+               : "memory");
+}
+__device__ __forceinline__ void CopyAsyncCommit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits until at most kPending of this thread's committed groups are unfinished.
+template <int kPending>
+__device__ __forceinline__ void CopyAsyncWait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// A hint: [global, global + bytes) to L2. Both multiples of 16. One thread speaks for the range.
+__device__ __forceinline__ void PrefetchL2(const void* global, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(global)),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+
+// 16 bytes that nobody writes while the kernel runs and that are read once: past L1.
+__device__ __forceinline__ uint4 LoadStream16(const void* global) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(__cvta_generic_to_global(global)));
+  return v;
+}
+
+// Four 8 x 8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8 (16
+// bytes, aligned). r[j]: of matrix j, row lane / 4, elements 2 (lane % 4) and the next; Trans: of
+// the transposed matrix.
+__device__ __forceinline__ void LoadMatrix4(uint32_t (&r)[4], const void* shared_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(SharedAddress(shared_row))
+               : "memory");
+}
+__device__ __forceinline__ void LoadMatrix4Trans(uint32_t (&r)[4], const void* shared_row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(SharedAddress(shared_row))
+               : "memory");
+}
+
+// Waits for the kernels before this one, and makes what they wrote visible. Before sm_90 a kernel
+// never starts early.
+__device__ __forceinline__ void GridDependencyWait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Lets the next kernel start as soon as there is room for it.
+__device__ __forceinline__ void LaunchDependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Flags in memory that other devices or the host read or write.
+__device__ __forceinline__ uint32_t LoadAcquireSystem(const uint32_t* flag) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+__device__ __forceinline__ void StoreReleaseSystem(uint32_t* flag, uint32_t value) {
+  asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint64_t GlobalTimerNs() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+// Internals of Launch, in runtime_cuda.cu.
+namespace launch_internal {
+// True when the thread's device can start a kernel before the one ahead of it has ended.
+bool SupportsOverlap();
+// Lets `kernel` use that much dynamic shared memory; a cudaError_t.
+int AllowSharedBytes(const void* kernel, size_t bytes);
+void RecordError(int error, const void* kernel, dim3 grid, dim3 block, size_t shared_bytes);
+}  // namespace launch_internal
+
+// Puts kernel(args...) on launch.stream. Errors: LaunchStatus().
+template <typename... Params, typename... Args>
+void Launch(const LaunchContext& launch, dim3 grid, dim3 block, size_t dynamic_shared_bytes,
+            void (*kernel)(Params...), Args&&... args) {
+  const void* symbol = reinterpret_cast<const void*>(kernel);
+  int error = launch_internal::AllowSharedBytes(symbol, dynamic_shared_bytes);
+  if (error == cudaSuccess) {
+    cudaLaunchAttribute overlap = {};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = dynamic_shared_bytes;
+    config.stream = static_cast<cudaStream_t>(launch.stream->handle());
+    config.attrs = &overlap;
+    config.numAttrs = launch.overlap && launch_internal::SupportsOverlap() ? 1 : 0;
+    error = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+  }
+  if (error != cudaSuccess) {
+    launch_internal::RecordError(error, symbol, grid, block, dynamic_shared_bytes);
+  }
+}
+
+}  // namespace ds4::cuda
+#endif  // __CUDACC__
+
+namespace ds4::cuda {
+
+inline constexpr int kWarpSize = 32;
+inline constexpr uint32_t kFullMask = 0xffffffffu;
+
+// Every lane gets the sum (the same bits) in the fixed order of the tree 16, 8, 4, 2, 1.
+__device__ __forceinline__ float WarpSum(float value) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(kFullMask, value, lane);
+  return value;
+}
+__device__ __forceinline__ float WarpMax(float value) {
+#pragma unroll
+  for (int lane = 16; lane > 0; lane /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kFullMask, value, lane));
+  }
+  return value;
+}
+
+}  // namespace ds4::cuda
