@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 
 #include "engine/gguf/convert.h"
@@ -70,12 +71,19 @@ std::vector<float> GatherLogits(TestRank& rank, const float* local, int64_t rows
   return logits;
 }
 
+std::string SourceDir() {
+  const char* moved = std::getenv("DS4_SOURCE_DIR");
+  return moved != nullptr ? moved : DS4_SOURCE_DIR;
+}
+
+std::string GoldenData() { return SourceDir() + "/tests/golden/tiny_v4.safetensors"; }
+
 std::string GoldenGguf() {
   static const std::string path = [] {
     const std::string out =
         testing::TempDir() + "/ds4_golden_f32_" + std::to_string(getpid()) + ".gguf";
     ConvertOptions options;
-    options.inputs = {DS4_SOURCE_DIR "/tests/golden/tiny_v4.safetensors"};
+    options.inputs = {GoldenData()};
     options.output = out;
     options.type = DType::kF32;
     const Status status = ConvertSafetensors(options);
