@@ -48,8 +48,47 @@ inline int64_t PaddedCols(int64_t cols) {
   return (cols + kColumnGrain - 1) / kColumnGrain * kColumnGrain;
 }
 
+// Columns and bytes of one packed chunk; 0 for a type that has no packed form.
+constexpr int ChunkCols(DType dtype) {
+  switch (dtype) {
+    case DType::kQ8_0:
+    case DType::kMXFP4:
+    case DType::kQ4_K:
+    case DType::kQ2_K:
+    case DType::kIQ2_XXS:
+      return 256;
+    case DType::kF16:
+    case DType::kBF16:
+      return 128;
+    case DType::kF32:
+      return 64;
+    default:
+      return 0;
+  }
+}
+constexpr int ChunkBytes(DType dtype) {
+  switch (dtype) {
+    case DType::kQ8_0:
+      return 4352;
+    case DType::kMXFP4:
+      return 2176;
+    case DType::kQ4_K:
+      return 2304;
+    case DType::kQ2_K:
+      return 1344;
+    case DType::kIQ2_XXS:
+      return 1056;
+    case DType::kF16:
+    case DType::kBF16:
+    case DType::kF32:
+      return 4096;
+    default:
+      return 0;
+  }
+}
+
 // True for the types above.
-bool IsDeviceMatrixType(DType dtype);
+constexpr bool IsDeviceMatrixType(DType dtype) { return ChunkBytes(dtype) != 0; }
 // Bytes of one packed tile (16 rows) of `cols` columns, and of a whole matrix.
 int64_t TileBytes(DType dtype, int64_t cols);
 int64_t PackedBytes(DType dtype, int64_t rows, int64_t cols);
