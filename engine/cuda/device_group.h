@@ -27,7 +27,8 @@ class DeviceGroup {
     // Longest wait of one gather for its peers, and of each step of Create.
     std::chrono::milliseconds timeout{10000};
   };
-  // Collective. `comm` and `stream` outlive it. World size 1 gives a group that only copies.
+  // Collective. `comm` and `stream` outlive it. World size 1 gives a group that does
+  // nothing: Gathered(0) is `mine` itself.
   // kAuto: the fastest graph-safe kind that all ranks can use, else host. A kind asked for by name
   // that cannot be: an error that names the ranks and the reason, the same one on every rank.
   // Device memory taken: push 3 * world_size * max_bytes, the others 2 * world_size * max_bytes.
@@ -41,7 +42,7 @@ class DeviceGroup {
   // plain loads after GridDependencyWait (peers wrote it: not LoadStream16, not CopyAsync16
   // before).
   virtual Status AllGather(const LaunchContext& launch, const void* mine, int64_t bytes) = 0;
-  // Of the last AllGather call; 256-byte aligned. Constant for the same place in a step (see
+  // Of the last AllGather call; 16-byte aligned. Constant for the same place in a step (see
   // EvenUp), so it may be baked into a graph.
   virtual const std::byte* Gathered(int rank) const = 0;
 
