@@ -1,0 +1,122 @@
+// What the attention kernels share: arguments, cache elements, rotation, a row's list of keys, and
+// how splits are put together.
+#pragma once
+
+#include "engine/cuda/attention.h"
+#include "engine/cuda/simt.h"
+
+namespace ds4::cuda {
+
+// What the attention kernels take.
+struct AttentionArgs {
+  AttentionParams params;
+  StepRows step;
+  RopeView rope;
+  AttentionJob job;
+  LayerCache cache;
+  float scale = 0;  // of scores, 1 / sqrt(head_dim)
+  // One split's results, in the scratch.
+  int splits = 0;             // room for each row and head
+  float* partial = nullptr;   // [rows][heads][splits][head_dim], weighted sums
+  float2* softmax = nullptr;  // [rows][heads][splits], (max, sum)
+
+  __device__ int64_t SplitIndex(int t, int head, int split) const {
+    return (static_cast<int64_t>(t) * params.num_heads + head) * splits + split;
+  }
+};
+
+// Written with explicit fused operations, so that every kernel that inlines it gives the same bits.
+__device__ __forceinline__ float2 RotatePair(float2 x, float cos, float sin) {
+  return make_float2(fmaf(x.x, cos, -(x.y * sin)), fmaf(x.x, sin, x.y * cos));
+}
+
+__device__ __forceinline__ float LoadKv(const void* data, int64_t index, KvType type) {
+  if (type == KvType::kF32) return static_cast<const float*>(data)[index];
+  return Bf16ToFloat(static_cast<const uint16_t*>(data)[index]);
+}
+
+// Two neighbouring channels; `index` even.
+__device__ __forceinline__ void StoreKvPair(void* data, int64_t index, KvType type, float2 x) {
+  if (type == KvType::kF32) {
+    *reinterpret_cast<float2*>(static_cast<float*>(data) + index) = x;
+  } else {
+    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(data) + index) = FloatsToBf162(x.x, x.y);
+  }
+}
+
+// The keys of one row in the order of attention.h: window rows by rising position, then compressed
+// rows. A key's id is its ring row, or -1 - w for compressed row w.
+struct RowKeys {
+  int pos = 0;
+  int num_window = 0;
+  int total = 0;
+  int first_ring_row = 0;
+  int ring = 0;
+  int64_t window_row = 0;      // of ring row 0, in rows of cache.window
+  int64_t compressed_row = 0;  // of compressed row 0, in rows of cache.compressor.rows
+  const int32_t* picks = nullptr;
+
+  __device__ __forceinline__ int Id(int j) const {
+    if (j < num_window) {
+      const int row = first_ring_row + j;
+      return row < ring ? row : row - ring;
+    }
+    const int w = j - num_window;
+    return -1 - (picks != nullptr ? picks[w] : w);
+  }
+};
+
+// A row that only fills up the batch (slot -1) reads slot 0; nobody uses what it computes.
+__device__ __forceinline__ RowKeys KeysOfRow(const AttentionParams& params, const StepRows& step,
+                                             int t, const int32_t* picks, const int32_t* pick_count,
+                                             const LayerCache& cache) {
+  RowKeys keys;
+  const int picked = pick_count != nullptr ? pick_count[t] : 0;
+  const int slot = max(step.slot[t], 0);
+  keys.pos = step.pos[t];
+  keys.num_window = min(keys.pos + 1, params.sliding_window);
+  keys.ring = cache.ring;
+  keys.first_ring_row = (keys.pos + 1 - keys.num_window) % cache.ring;
+  keys.window_row = static_cast<int64_t>(slot) * cache.ring;
+  keys.total = keys.num_window;
+  if (params.ratio > 0) {
+    keys.compressed_row = static_cast<int64_t>(slot) * cache.compressor.max_rows;
+    keys.total += picks != nullptr ? picked : (keys.pos + 1) / params.ratio;
+    if (picks != nullptr) keys.picks = picks + static_cast<int64_t>(t) * params.index_top_k;
+  }
+  return keys;
+}
+
+// The address of key `id` in caches of elements T.
+template <typename T>
+__device__ __forceinline__ const T* KeyAddress(const RowKeys& keys, const LayerCache& cache,
+                                               int head_dim, int id) {
+  if (id >= 0) return static_cast<const T*>(cache.window) + (keys.window_row + id) * head_dim;
+  return static_cast<const T*>(cache.compressor.rows) + (keys.compressed_row - 1 - id) * head_dim;
+}
+
+// Running softmax: the state after some splits takes in one more.
+struct FoldFactors {
+  float old_part = 0;  // for what was summed so far
+  float new_part = 0;  // for the split
+};
+__device__ __forceinline__ FoldFactors FoldSplit(float split_max, float split_sum,
+                                                 float& max_so_far, float& sum_so_far) {
+  const float top = fmaxf(max_so_far, split_max);
+  const FoldFactors factors{expf(max_so_far - top), expf(split_max - top)};
+  sum_so_far = fmaf(split_sum, factors.new_part, sum_so_far * factors.old_part);
+  max_so_far = top;
+  return factors;
+}
+__device__ __forceinline__ float FoldValue(float sum, float split_sum, FoldFactors factors) {
+  return fmaf(split_sum, factors.new_part, sum * factors.old_part);
+}
+
+// What turns the sum over all splits into the head's output: the sink joins the denominator.
+__device__ __forceinline__ float FinalFactor(float max, float sum, float sink) {
+  const float top = fmaxf(max, sink);
+  const float part = expf(max - top);
+  return part / fmaf(sum, part, expf(sink - top));
+}
+
+}  // namespace ds4::cuda

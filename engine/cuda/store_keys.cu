@@ -1,0 +1,271 @@
+// Keys and pending compressor inputs into the caches, and the compressed rows that they complete.
+//
+// One launch: a block for each row and each of (window, main compressor, indexer's compressor). A
+// block that pools a window takes what this batch brings from the projections and only older
+// positions from the pending ring, so no block waits for another.
+#include <algorithm>
+
+#include "engine/base/check.h"
+#include "engine/cuda/attention.cuh"
+
+namespace ds4::cuda {
+namespace {
+
+constexpr int kMaxThreads = 512;  // one thread for each pair of channels
+constexpr int kPoolBatch = 8;     // slots whose loads are in flight at once
+
+// One compressor's part of a StoreKeys.
+struct Part {
+  const float* kv = nullptr;
+  const float* gate = nullptr;
+  const float* ape = nullptr;
+  const float* norm = nullptr;
+  CompressorCache cache;
+};
+
+struct Args {
+  AttentionParams params;
+  StepRows step;
+  int rows = 0;
+  RopeView rope;
+  const float* kv = nullptr;
+  const float* kv_norm = nullptr;
+  LayerCache cache;
+  Part parts[2];
+};
+
+__device__ float BlockSum(float value) {
+  __shared__ float sums[kMaxThreads / 32];
+  value = WarpSum(value);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+  __syncthreads();
+  float total = 0.0f;
+  for (unsigned w = 0; w < blockDim.x / 32; ++w) total += sums[w];
+  return total;
+}
+
+// The block's vector of `dim` channels, a pair in each thread: norm, rotation of the last channels,
+// into the cache. `turn` gives (cos, sin) of a pair.
+template <typename Turn>
+__device__ void NormRotateStore(float2 x, int dim, const float* norm, const AttentionParams& params,
+                                const Turn& turn, void* cache, int64_t row) {
+  const int channel = 2 * static_cast<int>(threadIdx.x);
+  const float total = BlockSum(fmaf(x.x, x.x, x.y * x.y));
+  if (channel >= dim) return;
+  const float factor = 1.0f / sqrtf(total / static_cast<float>(dim) + params.norm_eps);
+  x = make_float2(x.x * factor * norm[channel], x.y * factor * norm[channel + 1]);
+  const int first_turned = dim - params.rope_dim;
+  if (channel >= first_turned) {
+    const float2 angle = turn((channel - first_turned) / 2);
+    x = RotatePair(x, angle.x, angle.y);
+  }
+  StoreKvPair(cache, row * dim + channel, params.kv_type, x);
+}
+
+__device__ void StoreWindow(const Args& args, int t, int slot, int pos) {
+  const int dim = args.params.head_dim;
+  const int pairs = args.params.rope_dim / 2;
+  const int channel = 2 * static_cast<int>(threadIdx.x);
+  float2 x = make_float2(0.0f, 0.0f);
+  if (channel < dim) {
+    x = *reinterpret_cast<const float2*>(args.kv + static_cast<int64_t>(t) * dim + channel);
+  }
+  const auto turn = [&](int i) {
+    const int64_t at = static_cast<int64_t>(t) * pairs + i;
+    return make_float2(args.rope.cos[at], args.rope.sin[at]);
+  };
+  const int64_t row = static_cast<int64_t>(slot) * args.cache.ring + pos % args.cache.ring;
+  NormRotateStore(x, dim, args.kv_norm, args.params, turn, args.cache.window, row);
+}
+
+// Two channels at an 8-byte boundary.
+__device__ __forceinline__ float2 LoadPair(const float* at) {
+  return *reinterpret_cast<const float2*>(at);
+}
+__device__ __forceinline__ float2 AddPairs(float2 a, float2 b) {
+  return make_float2(a.x + b.x, a.y + b.y);
+}
+
+__device__ void StorePending(const Args& args, const Part& part, int t, int slot, int pos) {
+  const int width = part.cache.width;
+  const int64_t from = static_cast<int64_t>(t) * width;
+  const int64_t to = (static_cast<int64_t>(slot) * part.cache.ring + pos % part.cache.ring) * width;
+  const int64_t ape = static_cast<int64_t>(pos % args.params.ratio) * width;
+  for (int c = 2 * threadIdx.x; c < width; c += 2 * blockDim.x) {
+    *reinterpret_cast<float2*>(part.cache.values + to + c) = LoadPair(part.kv + from + c);
+    *reinterpret_cast<float2*>(part.cache.scores + to + c) =
+        AddPairs(LoadPair(part.gate + from + c), LoadPair(part.ape + ape + c));
+  }
+}
+
+// source[i] = the row of this batch that brings position first + i of the session, or -1: the ring
+// has it. Row t is at `pos` and `count` positions end there.
+__device__ void FindSources(const Args& args, int t, int slot, int first, int count, int* source) {
+  const int run_begin = t - (count - 1);
+  // A session's rows rise by one position each, so when the first position stands where an unbroken
+  // run would put it, the run is unbroken.
+  const bool run =
+      run_begin >= 0 && args.step.slot[run_begin] == slot && args.step.pos[run_begin] == first;
+  for (int i = threadIdx.x; i < count; i += blockDim.x) source[i] = run ? run_begin + i : -1;
+  __syncthreads();
+  if (!run) {
+    for (int r = threadIdx.x; r <= t; r += blockDim.x) {
+      const int i = args.step.pos[r] - first;
+      if (args.step.slot[r] == slot && i >= 0 && i < count) source[i] = r;
+    }
+  }
+  __syncthreads();
+}
+
+// Softmax over the slots of one channel, taken in batches.
+struct ChannelPool {
+  float max = -INFINITY;
+  float sum = 0.0f;
+  float value = 0.0f;
+
+  __device__ __forceinline__ void MoveMax(float batch_max) {
+    const float top = fmaxf(max, batch_max);
+    const float factor = expf(max - top);
+    sum *= factor;
+    value *= factor;
+    max = top;
+  }
+  __device__ __forceinline__ void Add(float score, float x) {
+    const float weight = expf(score - max);
+    sum += weight;
+    value = fmaf(weight, x, value);
+  }
+};
+
+// Where one slot's value and score stand: in this batch's projections, whose score lacks its ape
+// still, or in the ring.
+struct Slot {
+  const float* value = nullptr;
+  const float* score = nullptr;
+  const float* ape = nullptr;  // null: the score has it
+};
+__device__ __forceinline__ Slot SlotAt(const Args& args, const Part& part, int slot, int pos,
+                                       int source, int channel) {
+  const int width = part.cache.width;
+  if (source >= 0) {
+    const int64_t at = static_cast<int64_t>(source) * width + channel;
+    return {part.kv + at, part.gate + at, part.ape + pos % args.params.ratio * width + channel};
+  }
+  const int64_t at =
+      (static_cast<int64_t>(slot) * part.cache.ring + pos % part.cache.ring) * width + channel;
+  return {part.cache.values + at, part.cache.scores + at, nullptr};
+}
+
+// Pools positions first..first + count - 1 at the block's channels. With overlap the last `ratio`
+// of them are read from series b, the second half of the width (spec 2.7).
+__device__ float2 Pool(const Args& args, const Part& part, int slot, int first, int count,
+                       const int* source) {
+  const int channel = 2 * static_cast<int>(threadIdx.x);
+  if (channel >= part.cache.dim) return make_float2(0.0f, 0.0f);
+  const int current = args.params.overlap ? count - args.params.ratio : count;
+  ChannelPool low, high;
+  for (int begin = 0; begin < count; begin += kPoolBatch) {
+    float2 values[kPoolBatch], scores[kPoolBatch], apes[kPoolBatch];
+    float2 top = make_float2(-INFINITY, -INFINITY);
+#pragma unroll
+    for (int i = 0; i < kPoolBatch; ++i) {
+      values[i] = apes[i] = make_float2(0.0f, 0.0f);
+      scores[i] = make_float2(-INFINITY, -INFINITY);
+      const int s = begin + i;
+      if (s >= count) continue;
+      const int half = s >= current ? part.cache.dim : 0;
+      const Slot at = SlotAt(args, part, slot, first + s, source[s], half + channel);
+      values[i] = LoadPair(at.value);
+      scores[i] = LoadPair(at.score);
+      if (at.ape != nullptr) apes[i] = LoadPair(at.ape);
+    }
+#pragma unroll
+    for (int i = 0; i < kPoolBatch; ++i) {
+      scores[i] = AddPairs(scores[i], apes[i]);
+      top = make_float2(fmaxf(top.x, scores[i].x), fmaxf(top.y, scores[i].y));
+    }
+    low.MoveMax(top.x);
+    high.MoveMax(top.y);
+#pragma unroll
+    for (int i = 0; i < kPoolBatch; ++i) {
+      low.Add(scores[i].x, values[i].x);
+      high.Add(scores[i].y, values[i].y);
+    }
+  }
+  return make_float2(low.value / low.sum, high.value / high.sum);
+}
+
+// The compressed row that position `pos` completes, rotated at its window's first position.
+__device__ void StoreCompressed(const Args& args, const Part& part, int t, int slot, int pos,
+                                int* source) {
+  const int ratio = args.params.ratio;
+  const int window_first = pos + 1 - ratio;
+  // The first window of a session has none before it.
+  const int first = args.params.overlap && window_first > 0 ? window_first - ratio : window_first;
+  const int count = pos + 1 - first;
+  FindSources(args, t, slot, first, count, source);
+  const float2 pooled = Pool(args, part, slot, first, count, source);
+  const auto turn = [&](int i) {
+    double sin, cos;
+    sincos(static_cast<double>(window_first) * args.rope.frequencies[i], &sin, &cos);
+    return make_float2(static_cast<float>(cos), static_cast<float>(sin));
+  };
+  const int64_t row = static_cast<int64_t>(slot) * part.cache.max_rows + pos / ratio;
+  NormRotateStore(pooled, part.cache.dim, part.norm, args.params, turn, part.cache.rows, row);
+}
+
+__global__ void __launch_bounds__(kMaxThreads) StoreKeysKernel(Args args) {
+  LaunchDependents();
+  DS4_DYNAMIC_SHARED(shared);
+  GridDependencyWait();
+  const int t = blockIdx.x;
+  const int slot = args.step.slot[t];
+  const int pos = args.step.pos[t];
+  if (slot < 0) return;
+  if (blockIdx.y == 0) {
+    StoreWindow(args, t, slot, pos);
+    return;
+  }
+  const Part& part = args.parts[blockIdx.y - 1];
+  StorePending(args, part, t, slot, pos);
+  if ((pos + 1) % args.params.ratio != 0) return;
+  StoreCompressed(args, part, t, slot, pos, reinterpret_cast<int*>(shared));
+}
+
+void CheckPart(const AttentionParams& params, const Part& part) {
+  const int halves = params.overlap ? 2 : 1;
+  CHECK(part.cache.width == halves * part.cache.dim)
+      << "width " << part.cache.width << " for " << part.cache.dim << " channels";
+  CHECK(part.cache.dim % 2 == 0 && part.cache.dim <= 2 * kMaxThreads) << part.cache.dim;
+  CHECK(part.cache.dim >= params.rope_dim) << part.cache.dim << ", rotary " << params.rope_dim;
+  CHECK(part.cache.ring >= halves * params.ratio)
+      << "pending ring of " << part.cache.ring << " for windows of " << params.ratio;
+}
+
+}  // namespace
+
+void LaunchStoreKeys(const LaunchContext& launch, const AttentionParams& params,
+                     const StepRows& step, int rows, const RopeView& rope, const StoreKeys& in,
+                     const LayerCache& cache) {
+  CHECK(params.head_dim % 2 == 0 && params.head_dim <= 2 * kMaxThreads) << params.head_dim;
+  CHECK(params.rope_dim % 2 == 0 && params.rope_dim <= params.head_dim) << params.rope_dim;
+  Args args{params, step, rows, rope, in.kv, in.kv_norm, cache, {}};
+  int num_parts = 1;
+  int channels = params.head_dim;
+  const auto add = [&](const Part& part) {
+    CheckPart(params, part);
+    channels = std::max(channels, part.cache.dim);
+    args.parts[num_parts++ - 1] = part;
+  };
+  if (params.ratio > 0) {
+    add({in.comp_kv, in.comp_gate, in.ape, in.comp_norm, cache.compressor});
+    if (in.index_kv != nullptr) {
+      add({in.index_kv, in.index_gate, in.index_ape, in.index_norm, cache.indexer});
+    }
+  }
+  const unsigned threads = (channels / 2 + 31) / 32 * 32;
+  const size_t shared_bytes = sizeof(int) * params.ratio * (params.overlap ? 2 : 1);
+  Launch(launch, dim3(rows, num_parts), dim3(threads), shared_bytes, StoreKeysKernel, args);
+}
+
+}  // namespace ds4::cuda

@@ -1,0 +1,302 @@
+// Goal: whatever the batches were, the caches hold what spec 2.7 says for each session's tokens.
+// Method: sessions of random projections go through LaunchStoreKeys in chunks, singly, mixed with
+// each other and with idle rows, until every ring has wrapped. After each batch, all that a later
+// step may read is compared with a double-precision computation from the session's whole history.
+#include "tests/unit/cuda/attention_test_util.h"
+
+namespace ds4::cuda::attention_test {
+namespace {
+
+constexpr int kSlots = 3;
+constexpr int kMaxPos = 64;
+
+struct Model {
+  AttentionParams params;
+  int slack = 0;  // of the rings, over what a step reads
+};
+
+Model SmallModel(int ratio, bool overlap, KvType type) {
+  Model model;
+  model.params.head_dim = 64;
+  model.params.rope_dim = 16;
+  model.params.sliding_window = 8;
+  model.params.ratio = ratio;
+  model.params.overlap = overlap;
+  model.params.kv_type = type;
+  model.params.index_dim = overlap ? 32 : 0;
+  model.slack = 12;
+  return model;
+}
+
+// Projections and weights of one compressor, and its cache on the device.
+struct Compressor {
+  int dim = 0, width = 0;
+  std::vector<float> kv[kSlots], gate[kSlots];  // [kMaxPos][width]
+  std::vector<float> ape, norm;
+  CompressorCache cache;
+};
+
+class StoreKeysTest : public testing::Test {
+ protected:
+  void Make(const Model& model) {
+    model_ = model;
+    const AttentionParams& params = model.params;
+    for (auto& kv : kv_) kv = Normal(random_, kMaxPos * params.head_dim);
+    kv_norm_ = Normal(random_, params.head_dim);
+    cache_.ring = params.sliding_window + model.slack;
+    window_elements_ = static_cast<int64_t>(kSlots) * cache_.ring * params.head_dim;
+    cache_.window = bench_.Allocate(window_elements_ * KvBytes(params.kv_type));
+    if (params.ratio == 0) return;
+    MakeCompressor(params.head_dim, main_);
+    cache_.compressor = main_.cache;
+    if (params.index_dim == 0) return;
+    MakeCompressor(params.index_dim, index_);
+    cache_.indexer = index_.cache;
+  }
+
+  void MakeCompressor(int dim, Compressor& part) {
+    const AttentionParams& params = model_.params;
+    const int halves = params.overlap ? 2 : 1;
+    part.dim = dim;
+    part.width = halves * dim;
+    for (int s = 0; s < kSlots; ++s) {
+      part.kv[s] = Normal(random_, kMaxPos * part.width);
+      part.gate[s] = Normal(random_, kMaxPos * part.width, 2.0f);
+    }
+    part.ape = Normal(random_, params.ratio * part.width);
+    part.norm = Normal(random_, dim);
+    CompressorCache& cache = part.cache;
+    cache.ring = halves * params.ratio + model_.slack;
+    cache.max_rows = kMaxPos / params.ratio;
+    cache.width = part.width;
+    cache.dim = dim;
+    const int64_t pending = static_cast<int64_t>(kSlots) * cache.ring * part.width;
+    cache.values = reinterpret_cast<float*>(bench_.Allocate(4 * pending));
+    cache.scores = reinterpret_cast<float*>(bench_.Allocate(4 * pending));
+    cache.rows = bench_.Allocate(RowElements(part) * KvBytes(params.kv_type));
+  }
+  int64_t RowElements(const Compressor& part) const {
+    return static_cast<int64_t>(kSlots) * part.cache.max_rows * part.dim;
+  }
+
+  // The rows' parts of [kMaxPos][cols] histories, as a step's projections.
+  float* Gather(const std::vector<Row>& rows, const std::vector<float> (&history)[kSlots],
+                int cols) {
+    std::vector<float> values;
+    for (const Row& row : rows) {
+      const float* from = history[std::max(row.slot, 0)].data() + row.pos * cols;
+      values.insert(values.end(), from, from + cols);
+    }
+    return bench_.Upload(values);
+  }
+
+  void Step(const std::vector<Row>& rows) {
+    StoreKeys in;
+    in.kv = Gather(rows, kv_, model_.params.head_dim);
+    in.kv_norm = bench_.Upload(kv_norm_);
+    if (model_.params.ratio > 0) {
+      in.comp_kv = Gather(rows, main_.kv, main_.width);
+      in.comp_gate = Gather(rows, main_.gate, main_.width);
+      in.ape = bench_.Upload(main_.ape);
+      in.comp_norm = bench_.Upload(main_.norm);
+    }
+    if (model_.params.index_dim > 0) {
+      in.index_kv = Gather(rows, index_.kv, index_.width);
+      in.index_gate = Gather(rows, index_.gate, index_.width);
+      in.index_ape = bench_.Upload(index_.ape);
+      in.index_norm = bench_.Upload(index_.norm);
+    }
+    LaunchStoreKeys(bench_.launch, model_.params, UploadRows(bench_, rows),
+                    static_cast<int>(rows.size()), UploadRope(bench_, rows, model_.params.rope_dim),
+                    in, cache_);
+    bench_.Finish();
+    for (const Row& row : rows) {
+      if (row.slot >= 0) length_[row.slot] = std::max(length_[row.slot], row.pos + 1);
+    }
+  }
+
+  // Steps, then compares all that the next step may read.
+  void StepAndCompare(const std::vector<Row>& rows) {
+    Step(rows);
+    CompareWindow();
+    if (model_.params.ratio > 0) CompareCompressor(main_, "main");
+    if (model_.params.index_dim > 0) CompareCompressor(index_, "indexer");
+  }
+
+  // bf16 rounds by half of 2^-8; float32 sums over 64 channels and 32 slots stay far below 1e-5.
+  void ExpectVector(const std::vector<double>& want, const float* have, const std::string& where) {
+    const double relative = model_.params.kv_type == KvType::kF32 ? 1e-5 : 1.0 / 256;
+    for (size_t d = 0; d < want.size(); ++d) {
+      ASSERT_NEAR(have[d], want[d], relative * std::abs(want[d]) + 1e-5)
+          << where << " channel " << d;
+    }
+  }
+
+  void CompareWindow() {
+    const AttentionParams& params = model_.params;
+    const std::vector<float> have =
+        DownloadKv(bench_, params.kv_type, cache_.window, window_elements_);
+    for (int s = 0; s < kSlots; ++s) {
+      for (int p = std::max(0, length_[s] - params.sliding_window); p < length_[s]; ++p) {
+        const float* from = kv_[s].data() + p * params.head_dim;
+        std::vector<double> want(from, from + params.head_dim);
+        Norm(want, kv_norm_.data(), params.norm_eps);
+        Rotate(want, params.rope_dim, p);
+        const int64_t row = static_cast<int64_t>(s) * cache_.ring + p % cache_.ring;
+        ExpectVector(want, have.data() + row * params.head_dim,
+                     "window of session " + std::to_string(s) + " position " + std::to_string(p));
+      }
+    }
+  }
+
+  std::vector<double> ExpectedRow(const Compressor& part, int s, int w) const {
+    const AttentionParams& params = model_.params;
+    const int first = w * params.ratio;
+    std::vector<double> pooled(part.dim);
+    for (int d = 0; d < part.dim; ++d) {
+      double sum = 0, weights = 0;
+      const auto add = [&](int p, int channel) {
+        const double score = static_cast<double>(part.gate[s][p * part.width + channel]) +
+                             part.ape[p % params.ratio * part.width + channel];
+        sum += std::exp(score) * part.kv[s][p * part.width + channel];
+        weights += std::exp(score);
+      };
+      if (params.overlap) {
+        for (int p = std::max(0, first - params.ratio); p < first; ++p) add(p, d);
+      }
+      for (int p = first; p < first + params.ratio; ++p) {
+        add(p, params.overlap ? part.dim + d : d);
+      }
+      pooled[d] = sum / weights;
+    }
+    Norm(pooled, part.norm.data(), params.norm_eps);
+    Rotate(pooled, params.rope_dim, first);
+    return pooled;
+  }
+
+  void CompareCompressor(const Compressor& part, const std::string& name) {
+    const std::vector<float> have =
+        DownloadKv(bench_, model_.params.kv_type, part.cache.rows, RowElements(part));
+    for (int s = 0; s < kSlots; ++s) {
+      for (int w = 0; w < length_[s] / model_.params.ratio; ++w) {
+        const int64_t row = static_cast<int64_t>(s) * part.cache.max_rows + w;
+        ExpectVector(ExpectedRow(part, s, w), have.data() + row * part.dim,
+                     name + " row " + std::to_string(w) + " of session " + std::to_string(s));
+      }
+    }
+  }
+
+  // All cache bytes, to see that nothing changed.
+  std::vector<uint8_t> AllBytes() {
+    std::vector<uint8_t> all;
+    const auto add = [&](const void* data, int64_t bytes) {
+      const std::vector<uint8_t> part = bench_.Download<uint8_t>(data, bytes);
+      all.insert(all.end(), part.begin(), part.end());
+    };
+    const int64_t kv_bytes = KvBytes(model_.params.kv_type);
+    add(cache_.window, window_elements_ * kv_bytes);
+    for (const Compressor* part : {&main_, &index_}) {
+      const int64_t pending = static_cast<int64_t>(kSlots) * part->cache.ring * part->width * 4;
+      if (pending == 0) continue;
+      add(part->cache.values, pending);
+      add(part->cache.scores, pending);
+      add(part->cache.rows, RowElements(*part) * kv_bytes);
+    }
+    return all;
+  }
+
+  std::vector<Row> Run(int slot, int first, int count) {
+    std::vector<Row> rows;
+    for (int p = first; p < first + count; ++p) rows.push_back({slot, p});
+    return rows;
+  }
+
+  // Chunks, mixed sessions, idle rows and single tokens, over the ends of all rings.
+  void RunSessions() {
+    StepAndCompare(Run(0, 0, 11));
+    StepAndCompare({{1, 0}, {-1, 0}, {0, 11}, {1, 1}, {0, 12}, {1, 2}, {1, 3}, {1, 4}, {0, 13}});
+    StepAndCompare({{2, 0}, {0, 14}, {1, 5}});
+    StepAndCompare({{2, 1}, {-1, 0}, {0, 15}, {1, 6}});
+    for (int p = 16; p < 24; ++p) StepAndCompare({{0, p}, {1, p - 9}});
+    StepAndCompare(Run(1, 15, 12));
+    for (int p = 24; p < 60; p += 6) StepAndCompare(Run(0, p, 6));
+  }
+
+  Bench bench_;
+  std::mt19937 random_{7};
+  Model model_;
+  std::vector<float> kv_[kSlots];
+  std::vector<float> kv_norm_;
+  Compressor main_, index_;
+  LayerCache cache_;
+  int64_t window_elements_ = 0;
+  int length_[kSlots] = {};
+};
+
+TEST_F(StoreKeysTest, WindowOnly) {
+  Make(SmallModel(0, false, KvType::kF32));
+  RunSessions();
+}
+
+TEST_F(StoreKeysTest, OverlappingWindowsWithIndexer) {
+  Make(SmallModel(4, true, KvType::kF32));
+  RunSessions();
+}
+
+TEST_F(StoreKeysTest, OverlappingWindowsInBf16) {
+  Make(SmallModel(4, true, KvType::kBF16));
+  RunSessions();
+}
+
+// 20 slots are two and a half of the batches in which slots are read.
+TEST_F(StoreKeysTest, LongWindowsWithoutOverlap) {
+  Make(SmallModel(20, false, KvType::kF32));
+  RunSessions();
+}
+
+// A token that is stored a second time (a rejected draft, another token at its place) leaves no
+// trace: the same rows as if only the last one had come.
+TEST_F(StoreKeysTest, PositionsCanBeStoredAgain) {
+  Make(SmallModel(4, true, KvType::kF32));
+  StepAndCompare(Run(0, 0, 10));
+  const int width = main_.width;
+  for (int p = 10; p < 13; ++p) {
+    for (int c = 0; c < width; ++c) main_.kv[0][p * width + c] += 3.0f;
+  }
+  Step(Run(0, 10, 3));
+  length_[0] = 10;
+  for (int p = 10; p < 13; ++p) {
+    for (int c = 0; c < width; ++c) main_.kv[0][p * width + c] -= 5.0f;
+  }
+  StepAndCompare(Run(0, 10, 2));
+  StepAndCompare(Run(0, 12, 4));
+}
+
+TEST_F(StoreKeysTest, IdleRowsWriteNothing) {
+  Make(SmallModel(4, true, KvType::kBF16));
+  Step(Run(0, 0, 12));
+  const std::vector<uint8_t> before = AllBytes();
+  Step({{-1, 0}, {-1, 3}, {-1, 0}});
+  EXPECT_EQ(before, AllBytes());
+}
+
+// A window's pending values come from the projections when its tokens are of this batch and from
+// the ring when they came before: the same bits.
+TEST_F(StoreKeysTest, ChunksGiveTheBitsOfSingleTokens) {
+  Make(SmallModel(4, true, KvType::kF32));
+  kv_[1] = kv_[0];
+  for (Compressor* part : {&main_, &index_}) {
+    part->kv[1] = part->kv[0];
+    part->gate[1] = part->gate[0];
+  }
+  for (int p = 0; p < 12; ++p) Step({{0, p}});
+  Step(Run(1, 0, 12));
+  for (const Compressor* part : {&main_, &index_}) {
+    const std::vector<float> rows = bench_.Download<float>(part->cache.rows, RowElements(*part));
+    const float* chunk = rows.data() + static_cast<int64_t>(part->cache.max_rows) * part->dim;
+    EXPECT_EQ(0, std::memcmp(rows.data(), chunk, sizeof(float) * 12 / 4 * part->dim));
+  }
+}
+
+}  // namespace
+}  // namespace ds4::cuda::attention_test
