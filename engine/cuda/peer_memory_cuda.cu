@@ -94,7 +94,7 @@ Result<ImportedMemory> ImportedMemory::Open(const MemoryHandle& handle) {
   }
   ImportedMemory memory;
   memory.data_ = static_cast<std::byte*>(data);
-  return memory;
+  return Result<ImportedMemory>(std::move(memory));  // EDG does not move here by itself
 }
 
 ImportedMemory& ImportedMemory::operator=(ImportedMemory&& other) noexcept {
