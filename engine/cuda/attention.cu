@@ -1,0 +1,291 @@
+// Attention for few rows: a block for each row, split of 64 keys and group of heads, then a second
+// kernel that puts the splits together. From kRowBlocks blocks on, one block goes through all
+// splits of a row instead (attention_prefill.cu): the same bits with no partial results in memory.
+#include "engine/base/check.h"
+#include "engine/cuda/attention_tile.cuh"
+
+namespace ds4::cuda {
+namespace {
+
+constexpr int kPlainThreads = 128;
+constexpr int kMaxHeadDim = 512;
+constexpr int kCombineBatch = 5;  // splits whose loads are in flight at once
+// Rows times groups of 16 heads from which rows alone fill the device. Chosen by size, not by
+// device, so that the scratch has one size.
+constexpr int kRowBlocks = 96;
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t HeadGroups(const AttentionParams& params) { return CeilDiv(params.num_heads, 16); }
+
+// Sums over the block's heads of one split: [m][n] as TileSums has them.
+template <int kDim>
+__device__ void StorePartial(const AttentionArgs& args, int t, int first_head, int split,
+                             const TileSums<kDim, 1>& sums) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int head = first_head + lane / 4 + 8 * i;
+    if (head >= args.params.num_heads) continue;
+    float* to =
+        args.partial + args.SplitIndex(t, head, split) * kDim + warp * (kDim / 8) + 2 * (lane % 4);
+#pragma unroll
+    for (int n = 0; n < kDim / 64; ++n) {
+      *reinterpret_cast<float2*>(to + 8 * n) =
+          make_float2(sums[0][n][2 * i], sums[0][n][2 * i + 1]);
+    }
+  }
+}
+
+template <int kDim>
+__global__ void __launch_bounds__(kTileThreads, 2) TileSplitKernel(AttentionArgs args) {
+  LaunchDependents();
+  DS4_DYNAMIC_SHARED(memory);
+  using Shared = TileShared<kDim, 1, 1>;
+  const Shared shared{memory};
+  GridDependencyWait();
+  const int t = blockIdx.x, split = blockIdx.y, first_head = 16 * blockIdx.z;
+  const RowKeys keys =
+      KeysOfRow(args.params, args.step, t, args.job.picks, args.job.pick_count, args.cache);
+  const int first = split * kAttentionSplit;
+  if (first >= keys.total) return;
+  LoadKeyTile<kDim>(args, keys, first, shared.keys(0));
+  LoadQueries<kDim, Shared::kHeads>(args, t, first_head, shared.query());
+  CopyAsyncWait<0>();
+  __syncthreads();
+  ScoreTile<kDim, 1>(shared.query(), shared.keys(0), shared.scores(0), shared.scores(1));
+  __syncthreads();
+  const int head = HeadOfPass(0);
+  if (head < Shared::kHeads) {
+    const float2 softmax =
+        WeighHead(shared.scores(0), shared.scores(1), head, args.scale, keys.total - first);
+    if (threadIdx.x % 8 == 0) {
+      shared.old_part()[head] = 0.0f;
+      shared.new_part()[head] = 1.0f;
+      if (first_head + head < args.params.num_heads) {
+        args.softmax[args.SplitIndex(t, first_head + head, split)] = softmax;
+      }
+    }
+  }
+  __syncthreads();
+  TileSums<kDim, 1> sums = {};
+  AddTile<kDim, 1>(shared.scores(0), shared.keys(0), shared.old_part(), shared.new_part(), sums);
+  StorePartial<kDim>(args, t, first_head, split, sums);
+}
+
+// The head's normed and rotated query, float32, in shared memory.
+__device__ void PlainQuery(const AttentionArgs& args, int t, int head, float* query) {
+  __shared__ float sums[kPlainThreads / 32];
+  const int dim = args.params.head_dim, rope_dim = args.params.rope_dim;
+  const float* q = args.job.q + (static_cast<int64_t>(t) * args.params.num_heads + head) * dim;
+  float squares = 0.0f;
+  for (int d = threadIdx.x; d < dim; d += kPlainThreads) squares = fmaf(q[d], q[d], squares);
+  squares = WarpSum(squares);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
+  __syncthreads();
+  float total = 0.0f;
+  for (int w = 0; w < kPlainThreads / 32; ++w) total += sums[w];
+  const float factor = 1.0f / sqrtf(total / static_cast<float>(dim) + args.params.norm_eps);
+  for (int d = 2 * threadIdx.x; d < dim; d += 2 * kPlainThreads) {
+    float2 x = make_float2(q[d] * factor, q[d + 1] * factor);
+    const int from = d - (dim - rope_dim);
+    if (from >= 0) {
+      const int64_t at = static_cast<int64_t>(t) * (rope_dim / 2) + from / 2;
+      x = RotatePair(x, args.rope.cos[at], args.rope.sin[at]);
+    }
+    query[d] = x.x;
+    query[d + 1] = x.y;
+  }
+  __syncthreads();
+}
+
+// Row of the cache that holds a key, in elements.
+__device__ __forceinline__ const void* PlainKey(const AttentionArgs& args, const RowKeys& keys,
+                                                int j) {
+  const int id = keys.Id(j), dim = args.params.head_dim;
+  if (args.params.kv_type == KvType::kF32) return KeyAddress<float>(keys, args.cache, dim, id);
+  return KeyAddress<uint16_t>(keys, args.cache, dim, id);
+}
+
+// Any head_dim and cache type, float32 throughout: a block for each row, split and head.
+__global__ void __launch_bounds__(kPlainThreads) PlainSplitKernel(AttentionArgs args) {
+  LaunchDependents();
+  __shared__ float query[kMaxHeadDim];
+  __shared__ float weights[kAttentionSplit];
+  GridDependencyWait();
+  const int t = blockIdx.x, split = blockIdx.y, head = blockIdx.z;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int dim = args.params.head_dim;
+  const RowKeys keys =
+      KeysOfRow(args.params, args.step, t, args.job.picks, args.job.pick_count, args.cache);
+  const int first = split * kAttentionSplit;
+  if (first >= keys.total) return;
+  const int count = min(keys.total - first, kAttentionSplit);
+  PlainQuery(args, t, head, query);
+  for (int j = warp; j < count; j += kPlainThreads / 32) {
+    const void* key = PlainKey(args, keys, first + j);
+    float dot = 0.0f;
+    for (int d = lane; d < dim; d += 32) {
+      dot = fmaf(query[d], LoadKv(key, d, args.params.kv_type), dot);
+    }
+    dot = WarpSum(dot);
+    if (lane == 0) weights[j] = dot * args.scale;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const float low = lane < count ? weights[lane] : -INFINITY;
+    const float high = lane + 32 < count ? weights[lane + 32] : -INFINITY;
+    const float top = WarpMax(fmaxf(low, high));
+    const float a = expf(low - top), b = expf(high - top);
+    weights[lane] = a;
+    weights[lane + 32] = b;
+    const float sum = WarpSum(a + b);
+    if (lane == 0) args.softmax[args.SplitIndex(t, head, split)] = make_float2(top, sum);
+  }
+  __syncthreads();
+  float* to = args.partial + args.SplitIndex(t, head, split) * dim;
+  for (int d = threadIdx.x; d < dim; d += kPlainThreads) {
+    float sum = 0.0f;
+    for (int j = 0; j < count; ++j) {
+      sum = fmaf(weights[j], LoadKv(PlainKey(args, keys, first + j), d, args.params.kv_type), sum);
+    }
+    to[d] = sum;
+  }
+}
+
+// One head's splits of a row, eight channels in each thread. Reads the first batch of splits before
+// it knows how many there are, for a shorter chain of loads.
+__global__ void __launch_bounds__(kMaxHeadDim / 8) CombineKernel(AttentionArgs args) {
+  LaunchDependents();
+  GridDependencyWait();
+  const int t = blockIdx.x, head = blockIdx.y;
+  const int dim = args.params.head_dim, rope_dim = args.params.rope_dim;
+  const int channel = 8 * threadIdx.x;
+  const bool active = channel < dim;
+  const RowKeys keys =
+      KeysOfRow(args.params, args.step, t, args.job.picks, args.job.pick_count, args.cache);
+  const int used = (keys.total + kAttentionSplit - 1) / kAttentionSplit;
+  float max_so_far = -INFINITY, sum_so_far = 0.0f;
+  float v[8] = {};
+  int first = 0;
+  do {
+    float2 softmax[kCombineBatch];
+    float4 low[kCombineBatch], high[kCombineBatch];
+#pragma unroll
+    for (int i = 0; i < kCombineBatch; ++i) {
+      const int64_t index = args.SplitIndex(t, head, min(first + i, args.splits - 1));
+      const float4* from =
+          reinterpret_cast<const float4*>(args.partial + index * dim + (active ? channel : 0));
+      softmax[i] = args.softmax[index];
+      low[i] = from[0];
+      high[i] = from[1];
+    }
+#pragma unroll
+    for (int i = 0; i < kCombineBatch; ++i) {
+      if (first + i >= used) continue;
+      const FoldFactors factors = FoldSplit(softmax[i].x, softmax[i].y, max_so_far, sum_so_far);
+      const float split[8] = {low[i].x,  low[i].y,  low[i].z,  low[i].w,
+                              high[i].x, high[i].y, high[i].z, high[i].w};
+#pragma unroll
+      for (int k = 0; k < 8; ++k) v[k] = FoldValue(v[k], split[k], factors);
+    }
+    first += kCombineBatch;
+  } while (first < used);
+  const float factor = FinalFactor(max_so_far, sum_so_far, args.job.sinks[head]);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) v[k] = active ? v[k] * factor : 0.0f;
+  const int64_t angles = static_cast<int64_t>(t) * (rope_dim / 2);
+  TurnBack(v, channel, dim, rope_dim, args.rope.cos + angles, args.rope.sin + angles);
+  const HeadPlace place = PlaceOfHead(head, args.params.num_heads, args.job.heads_per_group, dim);
+  StoreColumns(args.job.out, t, place.first_col + channel, v, active);
+  StorePadding(args.job.out, t, place.first_col + dim, place.padding_end, threadIdx.x, blockDim.x);
+}
+
+void CheckJob(const AttentionParams& params, const AttentionJob& job, const LayerCache& cache) {
+  CHECK(params.head_dim % 8 == 0 && params.head_dim <= kMaxHeadDim) << params.head_dim;
+  CHECK(params.rope_dim % 2 == 0 && params.rope_dim <= params.head_dim) << params.rope_dim;
+  CHECK(cache.ring >= params.sliding_window)
+      << "ring of " << cache.ring << " for a window of " << params.sliding_window;
+  CHECK(params.num_heads % job.heads_per_group == 0)
+      << params.num_heads << " heads in groups of " << job.heads_per_group;
+  CHECK(job.out.q == nullptr || params.head_dim % 32 == 0)
+      << "int8 output of heads of " << params.head_dim;
+  const int64_t group_cols =
+      PaddedCols(static_cast<int64_t>(job.heads_per_group) * params.head_dim);
+  CHECK(job.out.cols >= params.num_heads / job.heads_per_group * group_cols) << job.out.cols;
+}
+
+AttentionArgs MakeArgs(const AttentionParams& params, const StepRows& step, int rows,
+                       const RopeView& rope, const AttentionJob& job, const LayerCache& cache) {
+  CheckJob(params, job, cache);
+  AttentionArgs args;
+  args.params = params;
+  args.step = step;
+  args.rope = rope;
+  args.job = job;
+  args.cache = cache;
+  args.scale = 1.0f / std::sqrt(static_cast<float>(params.head_dim));
+  args.splits = static_cast<int>(CeilDiv(job.max_keys, kAttentionSplit));
+  args.partial = reinterpret_cast<float*>(job.scratch);
+  args.softmax = reinterpret_cast<float2*>(
+      args.partial + static_cast<int64_t>(rows) * params.num_heads * args.splits * params.head_dim);
+  return args;
+}
+
+template <int kDim>
+void LaunchTileSplits(const LaunchContext& launch, const AttentionArgs& args, int rows) {
+  const dim3 grid(rows, args.splits, HeadGroups(args.params));
+  Launch(launch, grid, dim3(kTileThreads), TileShared<kDim, 1, 1>::kBytes, TileSplitKernel<kDim>,
+         args);
+}
+
+void LaunchSplits(const LaunchContext& launch, const AttentionArgs& args, int rows) {
+  CHECK(args.splits > 0 && args.job.scratch != nullptr) << args.job.max_keys << " keys at most";
+  if (!UsesTiles(args.params)) {
+    Launch(launch, dim3(rows, args.splits, args.params.num_heads), dim3(kPlainThreads), 0,
+           PlainSplitKernel, args);
+  } else if (args.params.head_dim == 512) {
+    LaunchTileSplits<512>(launch, args, rows);
+  } else {
+    LaunchTileSplits<256>(launch, args, rows);
+  }
+}
+
+}  // namespace
+
+bool UsesTiles(const AttentionParams& params) {
+  return params.kv_type == KvType::kBF16 && (params.head_dim == 512 || params.head_dim == 256);
+}
+
+int64_t AttentionScratchBytes(const AttentionParams& params, int64_t rows, int64_t max_keys) {
+  if (UsesTiles(params)) {
+    rows = std::min(rows, CeilDiv(kRowBlocks, HeadGroups(params)) - 1);
+  }
+  return rows * params.num_heads * CeilDiv(max_keys, kAttentionSplit) *
+         (params.head_dim * sizeof(float) + sizeof(float2));
+}
+
+void LaunchAttention(const LaunchContext& launch, const AttentionParams& params,
+                     const StepRows& step, int rows, const RopeView& rope, const AttentionJob& job,
+                     const LayerCache& cache) {
+  const AttentionArgs args = MakeArgs(params, step, rows, rope, job, cache);
+  if (UsesTiles(params) && rows * HeadGroups(params) >= kRowBlocks) {
+    LaunchTileRows(launch, args, rows);
+    return;
+  }
+  LaunchSplits(launch, args, rows);
+  const unsigned threads = CeilDiv(params.head_dim, 8 * 32) * 32;
+  Launch(launch, dim3(rows, params.num_heads), dim3(threads), 0, CombineKernel, args);
+}
+
+void LaunchPrefillAttention(const LaunchContext& launch, const AttentionParams& params,
+                            const StepRows& step, int rows, const RopeView& rope,
+                            const AttentionJob& job, const LayerCache& cache) {
+  if (UsesTiles(params)) {
+    LaunchTileRows(launch, MakeArgs(params, step, rows, rope, job, cache), rows);
+  } else {
+    LaunchAttention(launch, params, step, rows, rope, job, cache);
+  }
+}
+
+}  // namespace ds4::cuda

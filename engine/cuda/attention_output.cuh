@@ -1,0 +1,104 @@
+// From summed values of one head to the forms of an activation row: the end of every attention
+// kernel.
+#pragma once
+
+#include "engine/cuda/attention.cuh"
+#include "engine/cuda/layout.h"
+#include "engine/cuda/quantize.cuh"
+
+namespace ds4::cuda {
+
+// Where a head's columns stand in the output row.
+struct HeadPlace {
+  int64_t first_col = 0;    // of the head
+  int64_t padding_end = 0;  // the head also zeroes [first_col + head_dim, padding_end)
+};
+__device__ __forceinline__ HeadPlace PlaceOfHead(int head, int num_heads, int heads_per_group,
+                                                 int head_dim) {
+  const int64_t group_cols = (static_cast<int64_t>(heads_per_group) * head_dim + kColumnGrain - 1) /
+                             kColumnGrain * kColumnGrain;
+  const int64_t group_first = head / heads_per_group * group_cols;
+  const int in_group = head % heads_per_group;
+  const int64_t first = group_first + static_cast<int64_t>(in_group) * head_dim;
+  const bool last = in_group == heads_per_group - 1 || head == num_heads - 1;
+  return {first, last ? group_first + group_cols : first + head_dim};
+}
+
+// Turns the lane's eight channels back; they start at channel `channel` of the head (a multiple of
+// eight). cos, sin: the row's, [rope_dim / 2].
+__device__ __forceinline__ void TurnBack(float (&v)[8], int channel, int head_dim, int rope_dim,
+                                         const float* cos, const float* sin) {
+  const int first_turned = head_dim - rope_dim;
+#pragma unroll
+  for (int k = 0; k < 8; k += 2) {
+    const int from = channel + k - first_turned;
+    if (from < 0 || from >= rope_dim) continue;
+    const float2 x = RotatePair(make_float2(v[k], v[k + 1]), cos[from / 2], -sin[from / 2]);
+    v[k] = x.x;
+    v[k + 1] = x.y;
+  }
+}
+
+// StoreActivation32's rule for eight columns in a lane: four lanes hold a block of 32. The whole
+// warp calls it; lanes with `active` false write nothing.
+__device__ __forceinline__ void StoreQuantized(const ActivationView& out, int row, int64_t col,
+                                               const float (&v)[8], bool active) {
+  uint32_t magnitude = 0;
+#pragma unroll
+  for (int k = 0; k < 8; ++k) magnitude = max(magnitude, __float_as_uint(v[k]) & 0x7fffffffu);
+  magnitude = max(magnitude, __shfl_xor_sync(kFullMask, magnitude, 1));
+  magnitude = max(magnitude, __shfl_xor_sync(kFullMask, magnitude, 2));
+  const float amax = __uint_as_float(magnitude);
+  const bool zeros = amax < kTinyAmax;
+  const float inverse = 127.0f / amax;
+  int sum = 0;
+  uint64_t bytes = 0;
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const float rounded = fminf(fmaxf(rintf(v[k] * inverse), -127.0f), 127.0f);
+    const int value = zeros ? 0 : static_cast<int>(rounded);
+    sum += value;
+    bytes |= static_cast<uint64_t>(value & 0xff) << (8 * k);
+  }
+  sum += __shfl_xor_sync(kFullMask, sum, 1);
+  if (!active) return;
+  const float scale = zeros ? 0.0f : amax / 127.0f;
+  const int64_t tiles = TilesOf(out);
+  const int64_t block = col / 32;
+  const int part = static_cast<int>(col / 8 % 4);
+  out.q[(block * tiles + row / 8) * 32 + row % 8 * 4 + part] = bytes;
+  if (part == 0) out.scale[block * tiles * 8 + row] = scale;
+  if (out.sums != nullptr && part % 2 == 0) {
+    out.sums[col / 16 * tiles * 8 + row] = scale * static_cast<float>(sum);
+  }
+}
+
+// Eight neighbouring columns of one row in a lane, in every form of `out`. The whole warp calls it.
+__device__ __forceinline__ void StoreColumns(const ActivationView& out, int row, int64_t col,
+                                             const float (&v)[8], bool active) {
+  if (active && out.f32 != nullptr) {
+    float4* to = reinterpret_cast<float4*>(out.f32 + row * out.cols + col);
+    to[0] = make_float4(v[0], v[1], v[2], v[3]);
+    to[1] = make_float4(v[4], v[5], v[6], v[7]);
+  }
+  if (active && out.bf16 != nullptr) {
+    *reinterpret_cast<uint4*>(out.bf16 + row * out.cols + col) =
+        make_uint4(FloatsToBf162(v[0], v[1]), FloatsToBf162(v[2], v[3]), FloatsToBf162(v[4], v[5]),
+                   FloatsToBf162(v[6], v[7]));
+  }
+  if (out.q != nullptr) StoreQuantized(out, row, col, v, active);
+}
+
+// Zeroes the group's padding behind its last head. The whole warp calls it with its own share:
+// lanes `lane`, `lane + lanes`, ... of eight columns each.
+__device__ __forceinline__ void StorePadding(const ActivationView& out, int row, int64_t begin,
+                                             int64_t end, int lane, int lanes) {
+  const float zeros[8] = {};
+  // Rounded up to whole warps, for the quantised form is written by warps.
+  for (int64_t first = begin; first < end; first += 8 * lanes) {
+    const int64_t col = first + 8 * lane;
+    StoreColumns(out, row, col, zeros, col < end);
+  }
+}
+
+}  // namespace ds4::cuda

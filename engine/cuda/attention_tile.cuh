@@ -1,0 +1,286 @@
+// Attention over tiles of 64 keys on tensor cores: bf16 keys of 512 or 256 channels, up to 64 heads
+// of one row in a block of eight warps.
+//
+// Each tile is one split of attention.h: its own maximum, its weights rounded to bf16, its weighted
+// sum started from zero. The tiles are then folded together in rising order, so the result is the
+// same whether one block folds them in registers or a second kernel folds what many blocks wrote.
+// Additions of one score and of one output value do not depend on the number of heads in the block.
+//
+// Shared memory: queries [heads][dim] and key tiles [64][dim], bf16, 16-byte chunks of a row
+// swapped by row % 8 so that matrix loads meet no bank conflict; scores of the two halves of the
+// channels, [2][heads][kScoreStride] float32; weights in place of the first half's scores, bf16.
+#pragma once
+
+#include "engine/cuda/attention_output.cuh"
+
+namespace ds4::cuda {
+
+// Whether the tiles serve this model and cache, and the launch in which one block folds all tiles
+// of a row and up to 64 heads (attention_prefill.cu).
+bool UsesTiles(const AttentionParams& params);
+void LaunchTileRows(const LaunchContext& launch, const AttentionArgs& args, int rows);
+
+inline constexpr int kTileThreads = 256;
+inline constexpr int kScoreStride = 68;
+static_assert(kAttentionSplit == 64, "a tile is a split");
+
+template <int kDim, int kHeadTiles, int kStages>
+struct TileShared {
+  static constexpr int kHeads = 16 * kHeadTiles;
+  static constexpr int kRowBytes = 2 * kDim;
+  static constexpr int kQueryBytes = kHeads * kRowBytes;
+  static constexpr int kKeyBytes = kAttentionSplit * kRowBytes;
+  static constexpr int kScoreBytes = kHeads * kScoreStride * 4;
+  static constexpr int kBytes =
+      kQueryBytes + kStages * kKeyBytes + 2 * kScoreBytes + 2 * kHeads * 4;
+
+  std::byte* base;
+
+  __device__ std::byte* query() const { return base; }
+  __device__ std::byte* keys(int stage) const { return base + kQueryBytes + stage * kKeyBytes; }
+  __device__ float* scores(int half) const {
+    return reinterpret_cast<float*>(base + kQueryBytes + kStages * kKeyBytes + half * kScoreBytes);
+  }
+  // Fold factors of the tile: what came before, and the tile.
+  __device__ float* old_part() const { return scores(2); }
+  __device__ float* new_part() const { return scores(2) + kHeads; }
+};
+
+template <int kDim>
+__device__ __forceinline__ std::byte* ChunkAt(std::byte* rows, int row, int chunk) {
+  return rows + row * (2 * kDim) + ((chunk ^ (row & 7)) << 4);
+}
+
+// One head's projections to its bf16 query: norm over all channels, rotation of the last ones.
+template <int kDim>
+__device__ __forceinline__ void NormRotateHead(const AttentionArgs& args, int t, const float* q,
+                                               std::byte* queries, int row) {
+  constexpr int kGroups = kDim / 256;  // of eight channels in each lane
+  const int lane = threadIdx.x % 32;
+  float v[kGroups][8];
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+#pragma unroll
+    for (int k = 0; k < 8; k += 4) {
+      float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (q != nullptr) x = *reinterpret_cast<const float4*>(q + 256 * i + 8 * lane + k);
+      v[i][k] = x.x, v[i][k + 1] = x.y, v[i][k + 2] = x.z, v[i][k + 3] = x.w;
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) squares = fmaf(v[i][k], v[i][k], squares);
+  }
+  const float factor =
+      1.0f / sqrtf(WarpSum(squares) / static_cast<float>(kDim) + args.params.norm_eps);
+  const int rope_dim = args.params.rope_dim;
+  const int64_t angles = static_cast<int64_t>(t) * (rope_dim / 2);
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+#pragma unroll
+    for (int k = 0; k < 8; k += 2) {
+      float2 x = make_float2(v[i][k] * factor, v[i][k + 1] * factor);
+      const int from = 256 * i + 8 * lane + k - (kDim - rope_dim);
+      if (from >= 0) {
+        x = RotatePair(x, args.rope.cos[angles + from / 2], args.rope.sin[angles + from / 2]);
+      }
+      v[i][k] = x.x, v[i][k + 1] = x.y;
+    }
+    *reinterpret_cast<uint4*>(ChunkAt<kDim>(queries, row, 32 * i + lane)) =
+        make_uint4(FloatsToBf162(v[i][0], v[i][1]), FloatsToBf162(v[i][2], v[i][3]),
+                   FloatsToBf162(v[i][4], v[i][5]), FloatsToBf162(v[i][6], v[i][7]));
+  }
+}
+
+// Heads past the last one become zeros.
+template <int kDim, int kHeads>
+__device__ __forceinline__ void LoadQueries(const AttentionArgs& args, int t, int first_head,
+                                            std::byte* queries) {
+  const int num_heads = args.params.num_heads;
+  const float* q = args.job.q + static_cast<int64_t>(t) * num_heads * kDim;
+#pragma unroll 2
+  for (int row = threadIdx.x / 32; row < kHeads; row += kTileThreads / 32) {
+    const int head = first_head + row;
+    NormRotateHead<kDim>(
+        args, t, head < num_heads ? q + static_cast<int64_t>(head) * kDim : nullptr, queries, row);
+  }
+}
+
+// Starts the copy of keys first..first + 63; past the last key it repeats that one, whose weight
+// there will be zero.
+template <int kDim>
+__device__ __forceinline__ void LoadKeyTile(const AttentionArgs& args, const RowKeys& keys,
+                                            int first, std::byte* tile) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int own = keys.Id(min(first + 8 * warp + lane % 8, keys.total - 1));
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int id = __shfl_sync(kFullMask, own, i);
+    const uint16_t* key = KeyAddress<uint16_t>(keys, args.cache, kDim, id);
+#pragma unroll
+    for (int chunk = lane; chunk < kDim / 8; chunk += 32) {
+      CopyAsync16(ChunkAt<kDim>(tile, 8 * warp + i, chunk), key + 8 * chunk);
+    }
+  }
+  CopyAsyncCommit();
+}
+
+// scores[half][head][key] = q . k over one half of the channels. Warps: half x keys x heads.
+template <int kDim, int kHeadTiles>
+__device__ __forceinline__ void ScoreTile(std::byte* queries, std::byte* tile, float* low,
+                                          float* high) {
+  constexpr int kM = kHeadTiles == 1 ? 1 : 2;  // tiles of 16 heads of a warp
+  constexpr int kWarpsM = kHeadTiles / kM;
+  constexpr int kWarpsN = 4 / kWarpsM;
+  constexpr int kN = 8 / kWarpsN;  // tiles of 8 keys of a warp
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int half = warp % 2;
+  const int first_key = warp / 2 % kWarpsN * (8 * kN);
+  const int first_head = warp / 2 / kWarpsN * (16 * kM);
+  float sums[kM][kN][4] = {};
+#pragma unroll 4
+  for (int step = 0; step < kDim / 32; ++step) {
+    const int chunk = half * (kDim / 16) + 2 * step;
+    uint32_t a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      LoadMatrix4(a[m], ChunkAt<kDim>(queries, first_head + 16 * m + lane % 16, chunk + lane / 16));
+    }
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t b[4];
+      const int key = first_key + 8 * n + lane % 8 + lane / 16 * 8;
+      LoadMatrix4(b, ChunkAt<kDim>(tile, key, chunk + lane / 8 % 2));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        MmaBf16(sums[m][n], a[m], {b[0], b[1]});
+        MmaBf16(sums[m][n + 1], a[m], {b[2], b[3]});
+      }
+    }
+  }
+  float* scores = half == 0 ? low : high;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      float* at = scores + (first_head + 16 * m + lane / 4) * kScoreStride + first_key + 8 * n +
+                  2 * (lane % 4);
+      *reinterpret_cast<float2*>(at) = make_float2(sums[m][n][0], sums[m][n][1]);
+      *reinterpret_cast<float2*>(at + 8 * kScoreStride) = make_float2(sums[m][n][2], sums[m][n][3]);
+    }
+  }
+}
+
+// Over the eight lanes that share a head.
+__device__ __forceinline__ float HeadMax(float x) {
+#pragma unroll
+  for (int lane = 4; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(kFullMask, x, lane));
+  return x;
+}
+__device__ __forceinline__ float HeadSum(float x) {
+#pragma unroll
+  for (int lane = 4; lane > 0; lane /= 2) x += __shfl_xor_sync(kFullMask, x, lane);
+  return x;
+}
+
+// The head of scores and weights that this thread works on in pass i; each has eight lanes, which
+// stand in one warp.
+__device__ __forceinline__ int HeadOfPass(int pass) { return 32 * pass + threadIdx.x / 8; }
+
+// One head's scores to weights e^(s - max), rounded to bf16 and written over the scores of the
+// first half. Returns (max, sum of the weights) in each of the head's eight lanes. count: valid
+// keys.
+__device__ __forceinline__ float2 WeighHead(float* low, const float* high, int head, float scale,
+                                            int count) {
+  const int part = threadIdx.x % 8;
+  float s[8];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int at = head * kScoreStride + 32 * i + 4 * part;
+    const float4 a = *reinterpret_cast<const float4*>(low + at);
+    const float4 b = *reinterpret_cast<const float4*>(high + at);
+    s[4 * i] = (a.x + b.x) * scale, s[4 * i + 1] = (a.y + b.y) * scale;
+    s[4 * i + 2] = (a.z + b.z) * scale, s[4 * i + 3] = (a.w + b.w) * scale;
+  }
+  float top = -INFINITY;
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    if (k / 4 * 32 + 4 * part + k % 4 >= count) s[k] = -INFINITY;
+    top = fmaxf(top, s[k]);
+  }
+  top = HeadMax(top);
+  float sum = 0.0f;
+  uint16_t weights[8];
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    weights[k] = FloatToBf16(expf(s[k] - top));
+    sum += Bf16ToFloat(weights[k]);
+  }
+  sum = HeadSum(sum);
+  __syncwarp();  // all lanes have read the scores that the weights replace
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint16_t* to = reinterpret_cast<uint16_t*>(low + head * kScoreStride) + 32 * i + 4 * part;
+    *reinterpret_cast<uint2*>(to) =
+        make_uint2(weights[4 * i] | static_cast<uint32_t>(weights[4 * i + 1]) << 16,
+                   weights[4 * i + 2] | static_cast<uint32_t>(weights[4 * i + 3]) << 16);
+  }
+  return make_float2(top, sum);
+}
+
+// A warp's share of the output: all heads of the block, kDim / 8 channels. Lane 4g + t of a warp
+// holds of head tile m and channel tile n: [m][n][0..1] row g, channels 2t, 2t+1; [2..3] row g + 8.
+template <int kDim, int kHeadTiles>
+using TileSums = float[kHeadTiles][kDim / 64][4];
+
+// sums = old_part * sums + new_part * (weights x tile), the product started from zero.
+template <int kDim, int kHeadTiles>
+__device__ __forceinline__ void AddTile(const float* weights, std::byte* tile,
+                                        const float* old_part, const float* new_part,
+                                        TileSums<kDim, kHeadTiles>& sums) {
+  constexpr int kM = kHeadTiles == 1 ? 1 : 2;  // at once: what registers allow
+  constexpr int kSteps = kAttentionSplit / 16;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int first = 0; first < kHeadTiles; first += kM) {
+    uint32_t a[kM][kSteps][4];
+    FoldFactors factors[kM][2];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      const int row = 16 * (first + m);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        LoadMatrix4(a[m][step],
+                    weights + (row + lane % 16) * kScoreStride + 8 * step + 4 * (lane / 16));
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        factors[m][i] = {old_part[row + 8 * i + lane / 4], new_part[row + 8 * i + lane / 4]};
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kDim / 64; n += 2) {
+      float product[kM][2][4] = {};
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        uint32_t b[4];
+        LoadMatrix4Trans(
+            b, ChunkAt<kDim>(tile, 16 * step + lane % 16, warp * (kDim / 64) + n + lane / 16));
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          MmaBf16(product[m][0], a[m][step], {b[0], b[1]});
+          MmaBf16(product[m][1], a[m][step], {b[2], b[3]});
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float& sum = sums[first + m][n + i / 4][i % 4];
+          sum = FoldValue(sum, product[m][i / 4][i % 4], factors[m][i % 4 / 2]);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace ds4::cuda
