@@ -16,8 +16,8 @@
 //   quantised types: steps of 32 columns in rising order, each an exact int32 sum, then
 //     acc = fma(dw * dx, sum, acc); Q4_K and Q2_K then take off the minimum,
 //     acc = fma(-(dmin * dx), sum of min * q, acc), that sum exact as well. dw: Q8_0 d; MXFP4
-//     2^(e - 128) (codes count halves); Q4_K d * sc; Q2_K d (the sub-blocks' 4-bit scales are in the
-//     exact sum); IQ2_XXS (d / 4) * (0.5 + nibble).
+//     2^(e - 128) (codes count halves); Q4_K d * sc; Q2_K d (the sub-blocks' 4-bit scales are in
+//     the exact sum); IQ2_XXS (d / 4) * (0.5 + nibble).
 //   float types: lane t = 0..3 adds its columns (F16, BF16: c mod 16 in 4t..4t+3; F32: c mod 8 in
 //     2t, 2t+1) in rising order, one fma each; then (p0 + p1) + (p2 + p3).
 #pragma once
@@ -36,10 +36,6 @@ constexpr bool IsFloatType(DType dtype) {
 }
 template <DType kType>
 inline constexpr bool kIsFloat = IsFloatType(kType);
-template <DType kType>
-inline constexpr int kChunkCols = ChunkCols(kType);
-template <DType kType>
-inline constexpr int kChunkBytes = ChunkBytes(kType);
 // Chunks of a whole slice.
 template <DType kType>
 inline constexpr int kSliceChunks = kSliceCols / ChunkCols(kType);
@@ -138,8 +134,8 @@ struct ContiguousX {
   }
 };
 
-// One tile of 8 rows picked from a view: rows[j] is x row j of the tile; all 8 are valid (repeat one
-// where there are fewer). `rows` is read while the product runs when the type is a float one.
+// One tile of 8 rows picked from a view: rows[j] is x row j of the tile; all 8 are valid (repeat
+// one where there are fewer). `rows` is read while the product runs when the type is a float one.
 struct GatheredX {
   const uint64_t* q[1];
   const float* scale0;
@@ -165,9 +161,10 @@ struct GatheredX {
   __device__ __forceinline__ const float* Row(int j) const { return f32 + rows[j] * cols; }
 };
 
-// ---- Decoding one chunk of a quantised type: for step s the A words of MmaS8, the scales of rows g
-// and g + 8, and where kHasMin the A words of the minimum (for row g, row g + 8). Steps are asked for
-// in rising order, 0..7, in code that is unrolled: what a step keeps for the next stays in registers.
+// ---- Decoding one chunk of a quantised type: for step s the A words of MmaS8, the scales of rows
+// g and g + 8, and where kHasMin the A words of the minimum (for row g, row g + 8). Steps are asked
+// for in rising order, 0..7, in code that is unrolled: what a step keeps for the next stays in
+// registers.
 
 struct StepWeights {
   uint32_t a[4];
@@ -227,9 +224,9 @@ struct ChunkDecoder<DType::kMXFP4> {
     const uint32_t sign = (word >> 1 & 0x44444444u) | 0x32103210u;
     const uint32_t even = __byte_perm(__byte_perm(0x03020100u, 0x0c080604u, magnitude),
                                       __byte_perm(0xfdfeff00u, 0xf4f8fafcu, magnitude), sign);
-    const uint32_t odd = __byte_perm(__byte_perm(0x03020100u, 0x0c080604u, magnitude >> 16),
-                                     __byte_perm(0xfdfeff00u, 0xf4f8fafcu, magnitude >> 16),
-                                     sign >> 16);
+    const uint32_t odd =
+        __byte_perm(__byte_perm(0x03020100u, 0x0c080604u, magnitude >> 16),
+                    __byte_perm(0xfdfeff00u, 0xf4f8fafcu, magnitude >> 16), sign >> 16);
     low = __byte_perm(even, odd, 0x6420);
     high = __byte_perm(even, odd, 0x7531);
   }
@@ -530,8 +527,8 @@ __device__ __forceinline__ void AddLaneParts(const float (&part)[kRows][2],
 }
 
 // The next `chunks` chunks of the stream (one slice of one row tile) times kTiles tiles of x, whose
-// column `col` is the slice's first. grid: only for IQ2_XXS. kFloatRows: how many x rows float types
-// compute, at most 8 * kTiles (the others come out as 0 or nonsense): 1, 4, 8 or all.
+// column `col` is the slice's first. grid: only for IQ2_XXS. kFloatRows: how many x rows float
+// types compute, at most 8 * kTiles (the others come out as 0 or nonsense): 1, 4, 8 or all.
 template <DType kType, int kTiles, int kFloatRows, class Stream, class X>
 __device__ __forceinline__ void DotSlice(Stream& stream, const X& x, int64_t col, int chunks,
                                          const uint32_t* grid, float (&acc)[kTiles][4]) {

@@ -87,9 +87,16 @@ constexpr int ChunkBytes(DType dtype) {
   }
 }
 
+// The same for device code, which may read constants but not call host functions.
+template <DType kType>
+inline constexpr int kChunkCols = ChunkCols(kType);
+template <DType kType>
+inline constexpr int kChunkBytes = ChunkBytes(kType);
+
 // True for the types above.
 constexpr bool IsDeviceMatrixType(DType dtype) { return ChunkBytes(dtype) != 0; }
-// Bytes of one packed tile (16 rows) of `cols` columns, and of a whole matrix.
+// Bytes of one packed tile (16 rows) of `cols` columns, and of a whole matrix. The type must have a
+// packed form (CHECK).
 int64_t TileBytes(DType dtype, int64_t cols);
 int64_t PackedBytes(DType dtype, int64_t rows, int64_t cols);
 
@@ -115,7 +122,8 @@ void PackOnHost(DType dtype, int64_t rows, int64_t cols, const std::byte* src, i
 // Rows [row_begin, row_begin + num_rows) of a matrix of `rows` rows, from raw file rows in device
 // memory (row i of the source at src + i * src_stride). row_begin: a multiple of 16; num_rows too,
 // unless it reaches `rows`. Writes whole tiles of `out` (the packed matrix's start). The source is
-// ordinary bytes: alignment 2 for F16-scaled types.
+// ordinary bytes: 2-byte aligned, but for MXFP4 any. Products may read weights before the kernels
+// ahead of them have ended: synchronise between packing (or filling) and the first use.
 void LaunchPack(const LaunchContext& launch, DType dtype, int64_t rows, int64_t cols,
                 int64_t row_begin, int64_t num_rows, const std::byte* src, int64_t src_stride,
                 std::byte* out);

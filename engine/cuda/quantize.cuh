@@ -14,9 +14,9 @@ inline constexpr float kTinyAmax = 0x1p-100f;
 __device__ __forceinline__ int TilesOf(const ActivationView& x) { return (x.rows + 7) / 8; }
 
 struct Quantized32 {
-  int q = 0;         // this lane's value, -127..127
-  float scale = 0;   // of the block, in every lane
-  int sum16 = 0;     // of the lane's half (lanes 0-15, 16-31)
+  int q = 0;        // this lane's value, -127..127
+  float scale = 0;  // of the block, in every lane
+  int sum16 = 0;    // of the lane's half (lanes 0-15, 16-31)
 };
 
 // One block of 32 columns, lane i holds column i. All 32 lanes call it. A NaN or an infinity in the
