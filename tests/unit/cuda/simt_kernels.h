@@ -1,0 +1,69 @@
+// Small kernels that use the names of engine/cuda/simt.h one at a time; for simt_test.cc and
+// runtime_test.cc. Device pointers.
+#pragma once
+
+#include <cstdint>
+
+#include "engine/cuda/launch.h"
+
+namespace ds4::cuda::testing {
+
+// All 65,536 bit patterns: half_values, bf16_values [65536]; the same in pairs (pattern i, pattern
+// 65535 - i): half_pairs, bf16_pairs [65536][2].
+struct Widened {
+  float* half_values;
+  float* bf16_values;
+  float* half_pairs;
+  float* bf16_pairs;
+};
+void LaunchWiden(const LaunchContext& launch, const Widened& out);
+// half, bf16 [count]; pairs [count]: bf16 of (x[i], x[count - 1 - i]).
+void LaunchNarrow(const LaunchContext& launch, const float* x, int count, uint16_t* half,
+                  uint16_t* bf16, uint32_t* pairs);
+
+// x: [32] of one warp. out [lane][kExchanges]: from lane 3i, from lane ^ 5, from lane + 7, ballot of
+// x > 0, WarpSum, WarpMax.
+inline constexpr int kExchanges = 6;
+void LaunchExchange(const LaunchContext& launch, const float* x, float* out);
+
+// One value a row of `out`, all of (a, b): see simt_test.cc.
+inline constexpr int kIntegerResults = 10;
+void LaunchIntegers(const LaunchContext& launch, const uint32_t* a, const uint32_t* b, int count,
+                    uint32_t* out);
+
+// d = c + a b, row-major: a [16][K], b [8][K] (column n at b + n K), c, d [16][8].
+void LaunchMmaS8(const LaunchContext& launch, const int8_t* a, const int8_t* b, const int* c, int* d);
+void LaunchMmaBf16(const LaunchContext& launch, const uint16_t* a, const uint16_t* b, const float* c,
+                   float* d);
+void LaunchMmaF16(const LaunchContext& launch, const uint16_t* a, const uint16_t* b, const float* c,
+                  float* d);
+
+// matrices: [4][8][8]; plain, transposed: [32 lanes][4].
+void LaunchLoadMatrix(const LaunchContext& launch, const uint16_t* matrices, uint32_t* plain,
+                      uint32_t* transposed);
+
+// out = x backwards within each block of 256, through dynamic shared memory of `shared_bytes` (at
+// least 1 KB; the last 1 KB of it is used).
+void LaunchReverse(const LaunchContext& launch, const float* x, int blocks, size_t shared_bytes,
+                   float* out);
+// out[i] = sum over stages s of x[s * 128 + i] * (s + 1), i < 128, by a ring of three asynchronous
+// copies in flight.
+void LaunchPipeline(const LaunchContext& launch, const float* x, int stages, float* out);
+// out = x, 16 bytes a thread, past L1 and after a prefetch. bytes: a multiple of 16.
+void LaunchStreamCopy(const LaunchContext& launch, const void* x, int bytes, void* out);
+
+// out[linear block][linear thread] = 1000 * linear block + linear thread, over a grid 3 x 2 x 2 of
+// blocks 8 x 4 x 3.
+void LaunchNumberThreads(const LaunchContext& launch, int* out);
+// int, unsigned, float sums of 0..n-1, maximum, count of compare-and-swap wins; out [5] as words.
+void LaunchAtomics(const LaunchContext& launch, int n, uint32_t* out);
+// x[i] = 3 x[i] + 1, i < count.
+void LaunchStep(const LaunchContext& launch, uint32_t* x, int count);
+// Sets flags[0] = 1, waits up to `limit_ms` for flags[1] == 2, then result = data + 1, or 0 when
+// nobody came.
+void LaunchHandshake(const LaunchContext& launch, uint32_t* flags, const uint32_t* data,
+                     uint32_t limit_ms, uint32_t* result);
+// Blocks of `threads` with `shared_bytes`: for launches that cannot be.
+void LaunchNothing(const LaunchContext& launch, unsigned threads, size_t shared_bytes);
+
+}  // namespace ds4::cuda::testing
