@@ -103,7 +103,7 @@ template <int kTiles>
 struct ContiguousX {
   const uint64_t* q[kTiles];
   const float* scale[kTiles];
-  int64_t tiles;
+  int tiles;
   const float* f32;
   int64_t cols;
   int first_row;
@@ -140,7 +140,7 @@ struct GatheredX {
   const uint64_t* q[1];
   const float* scale0;
   const float* scale1;
-  int64_t tiles;
+  int tiles;
   const float* f32;
   int64_t cols;
   const int* rows;
@@ -155,7 +155,7 @@ struct GatheredX {
   }
   __device__ __forceinline__ uint64_t Q(int block, int) const { return q[0][block * (32 * tiles)]; }
   __device__ __forceinline__ float2 Scales(int block, int) const {
-    const int64_t at = block * (8 * tiles);
+    const int at = block * (8 * tiles);
     return make_float2(scale0[at], scale1[at]);
   }
   __device__ __forceinline__ const float* Row(int j) const { return f32 + rows[j] * cols; }
@@ -191,7 +191,7 @@ struct ChunkDecoder<DType::kQ8_0> {
   static constexpr bool kHasMin = false;
   const std::byte* chunk;
   int lane;
-  uint4 scales;
+  uint4 scales = {};
 
   __device__ __forceinline__ ChunkDecoder(const std::byte* at, const uint32_t*)
       : chunk(at), lane(LaneId()) {}
@@ -214,7 +214,7 @@ struct ChunkDecoder<DType::kMXFP4> {
   const std::byte* chunk;
   int lane;
   uint4 scales;
-  uint4 unit;
+  uint4 unit = {};
 
   __device__ __forceinline__ ChunkDecoder(const std::byte* at, const uint32_t*)
       : chunk(at), lane(LaneId()), scales(Load16(at + 2048 + 16 * (lane / 4))) {}
@@ -249,7 +249,7 @@ struct ChunkDecoder<DType::kQ4_K> {
   static constexpr bool kHasMin = true;
   const std::byte* chunk;
   int lane;
-  uint4 unit;
+  uint4 unit = {};
   float2 d[2];           // d, dmin of rows g, g + 8
   uint32_t scale[2][2];  // [row][steps 0-3, 4-7], a byte each
   uint32_t min[2][2];
@@ -285,7 +285,7 @@ struct ChunkDecoder<DType::kQ2_K> {
   static constexpr bool kHasMin = true;
   const std::byte* chunk;
   int lane;
-  uint4 unit;
+  uint4 unit = {};
   uint4 scales[2];  // rows g, g + 8: a byte for each 16 columns
   float2 d[2];
 
@@ -322,8 +322,8 @@ struct ChunkDecoder<DType::kIQ2_XXS> {
   const std::byte* chunk;
   const uint32_t* grid;  // in shared memory, see LoadIq2Grid
   int lane;
-  uint4 unit;
-  uint32_t nibbles;  // of step 4u + t: row g in the low half, row g + 8 in the high one
+  uint4 unit = {};
+  uint32_t nibbles = 0;  // of step 4u + t: row g in the low half, row g + 8 in the high one
   float d[2];
 
   __device__ __forceinline__ ChunkDecoder(const std::byte* at, const uint32_t* shared_grid)
@@ -467,7 +467,7 @@ template <DType kType, int kRows, class X>
 __device__ __forceinline__ void DotChunkFloat(const std::byte* chunk, const X& x, int64_t col,
                                               float (&part)[kRows][2]) {
   constexpr int kCols = kLaneCols<kType>;
-  constexpr int kUnroll = kRows >= 16 ? 1 : kRows >= 4 ? 2 : 8;
+  [[maybe_unused]] constexpr int kUnroll = kRows >= 16 ? 1 : kRows >= 4 ? 2 : 8;
   const int lane = LaneId();
 #pragma unroll kUnroll
   for (int u = 0; u < 8; ++u) {
