@@ -27,11 +27,11 @@ class DeviceGroup {
     // Longest wait of one gather for its peers, and of each step of Create.
     std::chrono::milliseconds timeout{10000};
   };
-  // Collective. `comm` and `stream` outlive it. World size 1 gives a group that does
-  // nothing: Gathered(0) is `mine` itself.
-  // kAuto: the fastest graph-safe kind that all ranks can use, else host. A kind asked for by name
-  // that cannot be: an error that names the ranks and the reason, the same one on every rank.
-  // Device memory taken: push 3 * world_size * max_bytes, the others 2 * world_size * max_bytes.
+  // Collective. `comm` and `stream` outlive it, graphs with its gathers end before it. World size 1
+  // gives a group that does nothing: Gathered(0) is `mine` itself. kAuto: the fastest graph-safe
+  // kind that all ranks can use, else host. A kind asked for by name that cannot be: an error that
+  // names the ranks and the reason, the same one on every rank. Device memory taken: push 3 *
+  // world_size * max_bytes, the others 2 * world_size * max_bytes.
   static Result<std::unique_ptr<DeviceGroup>> Create(Communicator* comm, Stream& stream,
                                                      const Options& options);
   virtual ~DeviceGroup() = default;
