@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kPlainThreads = 128;
 constexpr int kMaxHeadDim = 512;
-constexpr int kCombineBatch = 5;  // splits whose loads are in flight at once
+constexpr int kCombineBatch = 10;  // splits whose loads are in flight at once: a window and picks
 // Rows times groups of 16 heads from which rows alone fill the device. Chosen by size, not by
 // device, so that the scratch has one size.
 constexpr int kRowBlocks = 96;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kTileThreads, 2) TileSplitKernel(AttentionArgs
       KeysOfRow(args.params, args.step, t, args.job.picks, args.job.pick_count, args.cache);
   const int first = split * kAttentionSplit;
   if (first >= keys.total) return;
-  LoadKeyTile<kDim>(args, keys, first, shared.keys(0));
+  LoadKeyTile<kDim>(args, keys, OwnKeyId(keys, first), shared.keys(0));
   LoadQueries<kDim, Shared::kHeads>(args, t, first_head, shared.query());
   CopyAsyncWait<0>();
   __syncthreads();

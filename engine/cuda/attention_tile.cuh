@@ -51,22 +51,34 @@ __device__ __forceinline__ std::byte* ChunkAt(std::byte* rows, int row, int chun
   return rows + row * (2 * kDim) + ((chunk ^ (row & 7)) << 4);
 }
 
-// One head's projections to its bf16 query: norm over all channels, rotation of the last ones.
+// One head's projections, eight neighbouring channels of each 256 in a lane.
 template <int kDim>
-__device__ __forceinline__ void NormRotateHead(const AttentionArgs& args, int t, const float* q,
-                                               std::byte* queries, int row) {
-  constexpr int kGroups = kDim / 256;  // of eight channels in each lane
-  const int lane = threadIdx.x % 32;
-  float v[kGroups][8];
-  float squares = 0.0f;
+using HeadChannels = float[kDim / 256][8];
+
+// q null: zeros.
+template <int kDim>
+__device__ __forceinline__ void LoadHead(const float* q, HeadChannels<kDim>& v) {
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
+  for (int i = 0; i < kDim / 256; ++i) {
 #pragma unroll
     for (int k = 0; k < 8; k += 4) {
       float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (q != nullptr) x = *reinterpret_cast<const float4*>(q + 256 * i + 8 * lane + k);
+      if (q != nullptr) {
+        x = *reinterpret_cast<const float4*>(q + 256 * i + 8 * (threadIdx.x % 32) + k);
+      }
       v[i][k] = x.x, v[i][k + 1] = x.y, v[i][k + 2] = x.z, v[i][k + 3] = x.w;
     }
+  }
+}
+
+// Norm over all channels, rotation of the last ones, to a row of bf16 queries.
+template <int kDim>
+__device__ __forceinline__ void NormRotateHead(const AttentionArgs& args, int t,
+                                               HeadChannels<kDim>& v, std::byte* queries, int row) {
+  const int lane = threadIdx.x % 32;
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kDim / 256; ++i) {
 #pragma unroll
     for (int k = 0; k < 8; ++k) squares = fmaf(v[i][k], v[i][k], squares);
   }
@@ -75,7 +87,7 @@ __device__ __forceinline__ void NormRotateHead(const AttentionArgs& args, int t,
   const int rope_dim = args.params.rope_dim;
   const int64_t angles = static_cast<int64_t>(t) * (rope_dim / 2);
 #pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
+  for (int i = 0; i < kDim / 256; ++i) {
 #pragma unroll
     for (int k = 0; k < 8; k += 2) {
       float2 x = make_float2(v[i][k] * factor, v[i][k + 1] * factor);
@@ -91,30 +103,45 @@ __device__ __forceinline__ void NormRotateHead(const AttentionArgs& args, int t,
   }
 }
 
-// Heads past the last one become zeros.
+// The block's queries; heads past the last one become zeros. Several heads of a warp are on their
+// way at once.
 template <int kDim, int kHeads>
 __device__ __forceinline__ void LoadQueries(const AttentionArgs& args, int t, int first_head,
                                             std::byte* queries) {
+  constexpr int kWarps = kTileThreads / 32;
+  constexpr int kBatch = kHeads / kWarps < 4 ? kHeads / kWarps : 4;
   const int num_heads = args.params.num_heads;
   const float* q = args.job.q + static_cast<int64_t>(t) * num_heads * kDim;
-#pragma unroll 2
-  for (int row = threadIdx.x / 32; row < kHeads; row += kTileThreads / 32) {
-    const int head = first_head + row;
-    NormRotateHead<kDim>(
-        args, t, head < num_heads ? q + static_cast<int64_t>(head) * kDim : nullptr, queries, row);
+#pragma unroll 1
+  for (int first = threadIdx.x / 32; first < kHeads; first += kBatch * kWarps) {
+    HeadChannels<kDim> heads[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int head = first_head + first + i * kWarps;
+      LoadHead<kDim>(head < num_heads ? q + static_cast<int64_t>(head) * kDim : nullptr, heads[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      NormRotateHead<kDim>(args, t, heads[i], queries, first + i * kWarps);
+    }
   }
 }
 
-// Starts the copy of keys first..first + 63; past the last key it repeats that one, whose weight
-// there will be zero.
+// The key whose id this lane brings for the tile that starts at key `first`: lanes 0 to 7 of warp w
+// bring keys 8w to 8w + 7. Past the last key it is that one again, whose weight there will be zero.
+__device__ __forceinline__ int OwnKeyId(const RowKeys& keys, int first) {
+  const int j = first + static_cast<int>(threadIdx.x) / 32 * 8 + static_cast<int>(threadIdx.x) % 8;
+  return keys.Id(min(j, keys.total - 1));
+}
+
+// Starts the copy of a tile's keys.
 template <int kDim>
 __device__ __forceinline__ void LoadKeyTile(const AttentionArgs& args, const RowKeys& keys,
-                                            int first, std::byte* tile) {
+                                            int own_id, std::byte* tile) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int own = keys.Id(min(first + 8 * warp + lane % 8, keys.total - 1));
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const int id = __shfl_sync(kFullMask, own, i);
+    const int id = __shfl_sync(kFullMask, own_id, i);
     const uint16_t* key = KeyAddress<uint16_t>(keys, args.cache, kDim, id);
 #pragma unroll
     for (int chunk = lane; chunk < kDim / 8; chunk += 32) {

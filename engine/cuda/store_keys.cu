@@ -12,7 +12,8 @@ namespace ds4::cuda {
 namespace {
 
 constexpr int kMaxThreads = 512;  // one thread for each pair of channels
-constexpr int kPoolBatch = 8;     // slots whose loads are in flight at once
+constexpr size_t kMaxApePrefetch = 32 << 10;
+constexpr int kPoolBatch = 8;  // slots whose loads are in flight at once
 
 // One compressor's part of a StoreKeys.
 struct Part {
@@ -21,6 +22,7 @@ struct Part {
   const float* ape = nullptr;
   const float* norm = nullptr;
   CompressorCache cache;
+  uint32_t ape_prefetch = 0;  // bytes of ape worth fetching before the position is known
 };
 
 struct Args {
@@ -44,40 +46,6 @@ __device__ float BlockSum(float value) {
   return total;
 }
 
-// The block's vector of `dim` channels, a pair in each thread: norm, rotation of the last channels,
-// into the cache. `turn` gives (cos, sin) of a pair.
-template <typename Turn>
-__device__ void NormRotateStore(float2 x, int dim, const float* norm, const AttentionParams& params,
-                                const Turn& turn, void* cache, int64_t row) {
-  const int channel = 2 * static_cast<int>(threadIdx.x);
-  const float total = BlockSum(fmaf(x.x, x.x, x.y * x.y));
-  if (channel >= dim) return;
-  const float factor = 1.0f / sqrtf(total / static_cast<float>(dim) + params.norm_eps);
-  x = make_float2(x.x * factor * norm[channel], x.y * factor * norm[channel + 1]);
-  const int first_turned = dim - params.rope_dim;
-  if (channel >= first_turned) {
-    const float2 angle = turn((channel - first_turned) / 2);
-    x = RotatePair(x, angle.x, angle.y);
-  }
-  StoreKvPair(cache, row * dim + channel, params.kv_type, x);
-}
-
-__device__ void StoreWindow(const Args& args, int t, int slot, int pos) {
-  const int dim = args.params.head_dim;
-  const int pairs = args.params.rope_dim / 2;
-  const int channel = 2 * static_cast<int>(threadIdx.x);
-  float2 x = make_float2(0.0f, 0.0f);
-  if (channel < dim) {
-    x = *reinterpret_cast<const float2*>(args.kv + static_cast<int64_t>(t) * dim + channel);
-  }
-  const auto turn = [&](int i) {
-    const int64_t at = static_cast<int64_t>(t) * pairs + i;
-    return make_float2(args.rope.cos[at], args.rope.sin[at]);
-  };
-  const int64_t row = static_cast<int64_t>(slot) * args.cache.ring + pos % args.cache.ring;
-  NormRotateStore(x, dim, args.kv_norm, args.params, turn, args.cache.window, row);
-}
-
 // Two channels at an 8-byte boundary.
 __device__ __forceinline__ float2 LoadPair(const float* at) {
   return *reinterpret_cast<const float2*>(at);
@@ -86,15 +54,81 @@ __device__ __forceinline__ float2 AddPairs(float2 a, float2 b) {
   return make_float2(a.x + b.x, a.y + b.y);
 }
 
-__device__ void StorePending(const Args& args, const Part& part, int t, int slot, int pos) {
+// The channels of this thread and their norm weights, which are there before the kernel's turn.
+struct Channels {
+  int first = 0;  // of two
+  float2 weight = make_float2(0.0f, 0.0f);
+};
+__device__ Channels OwnChannels(const float* norm, int dim) {
+  Channels own;
+  own.first = 2 * static_cast<int>(threadIdx.x);
+  if (own.first < dim) own.weight = make_float2(norm[own.first], norm[own.first + 1]);
+  return own;
+}
+
+// The block's vector of `dim` channels, a pair in each thread: norm, rotation of the last channels,
+// into the cache. `turn` gives (cos, sin) of a pair.
+template <typename Turn>
+__device__ void NormRotateStore(float2 x, int dim, const Channels& own,
+                                const AttentionParams& params, const Turn& turn, void* cache,
+                                int64_t row) {
+  const float total = BlockSum(fmaf(x.x, x.x, x.y * x.y));
+  if (own.first >= dim) return;
+  const float factor = 1.0f / sqrtf(total / static_cast<float>(dim) + params.norm_eps);
+  x = make_float2(x.x * factor * own.weight.x, x.y * factor * own.weight.y);
+  const int first_turned = dim - params.rope_dim;
+  if (own.first >= first_turned) {
+    const float2 angle = turn((own.first - first_turned) / 2);
+    x = RotatePair(x, angle.x, angle.y);
+  }
+  StoreKvPair(cache, row * dim + own.first, params.kv_type, x);
+}
+
+// Loads that need no position come before the position is known, for a shorter chain of loads.
+__device__ void StoreWindow(const Args& args, int t, const Channels& own) {
+  const int dim = args.params.head_dim;
+  const int pairs = args.params.rope_dim / 2;
+  float2 x = make_float2(0.0f, 0.0f);
+  if (own.first < dim) x = LoadPair(args.kv + static_cast<int64_t>(t) * dim + own.first);
+  const int slot = args.step.slot[t], pos = args.step.pos[t];
+  if (slot < 0) return;
+  const auto turn = [&](int i) {
+    const int64_t at = static_cast<int64_t>(t) * pairs + i;
+    return make_float2(args.rope.cos[at], args.rope.sin[at]);
+  };
+  const int64_t row = static_cast<int64_t>(slot) * args.cache.ring + pos % args.cache.ring;
+  NormRotateStore(x, dim, own, args.params, turn, args.cache.window, row);
+}
+
+// The pairs of a row of pending values that this thread keeps: one for each half of the width.
+struct Pending {
+  float2 value[2], gate[2];
+};
+__device__ Pending LoadPending(const Part& part, int t) {
+  Pending pending;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int c = 2 * static_cast<int>(threadIdx.x + i * blockDim.x);
+    pending.value[i] = pending.gate[i] = make_float2(0.0f, 0.0f);
+    if (c >= part.cache.width) continue;
+    const int64_t from = static_cast<int64_t>(t) * part.cache.width + c;
+    pending.value[i] = LoadPair(part.kv + from);
+    pending.gate[i] = LoadPair(part.gate + from);
+  }
+  return pending;
+}
+__device__ void StorePending(const Args& args, const Part& part, const Pending& pending, int slot,
+                             int pos) {
   const int width = part.cache.width;
-  const int64_t from = static_cast<int64_t>(t) * width;
   const int64_t to = (static_cast<int64_t>(slot) * part.cache.ring + pos % part.cache.ring) * width;
-  const int64_t ape = static_cast<int64_t>(pos % args.params.ratio) * width;
-  for (int c = 2 * threadIdx.x; c < width; c += 2 * blockDim.x) {
-    *reinterpret_cast<float2*>(part.cache.values + to + c) = LoadPair(part.kv + from + c);
+  const float* ape = part.ape + static_cast<int64_t>(pos % args.params.ratio) * width;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int c = 2 * static_cast<int>(threadIdx.x + i * blockDim.x);
+    if (c >= width) continue;
+    *reinterpret_cast<float2*>(part.cache.values + to + c) = pending.value[i];
     *reinterpret_cast<float2*>(part.cache.scores + to + c) =
-        AddPairs(LoadPair(part.gate + from + c), LoadPair(part.ape + ape + c));
+        AddPairs(pending.gate[i], LoadPair(ape + c));
   }
 }
 
@@ -196,8 +230,8 @@ __device__ float2 Pool(const Args& args, const Part& part, int slot, int first, 
 }
 
 // The compressed row that position `pos` completes, rotated at its window's first position.
-__device__ void StoreCompressed(const Args& args, const Part& part, int t, int slot, int pos,
-                                int* source) {
+__device__ void PoolWindow(const Args& args, const Part& part, int t, int slot, int pos,
+                           const Channels& own, int* source) {
   const int ratio = args.params.ratio;
   const int window_first = pos + 1 - ratio;
   // The first window of a session has none before it.
@@ -211,25 +245,34 @@ __device__ void StoreCompressed(const Args& args, const Part& part, int t, int s
     return make_float2(static_cast<float>(cos), static_cast<float>(sin));
   };
   const int64_t row = static_cast<int64_t>(slot) * part.cache.max_rows + pos / ratio;
-  NormRotateStore(pooled, part.cache.dim, part.norm, args.params, turn, part.cache.rows, row);
+  NormRotateStore(pooled, part.cache.dim, own, args.params, turn, part.cache.rows, row);
+}
+
+__device__ void StoreCompressed(const Args& args, const Part& part, int t, const Channels& own,
+                                int* source) {
+  const Pending pending = LoadPending(part, t);
+  const int slot = args.step.slot[t], pos = args.step.pos[t];
+  if (slot < 0) return;
+  StorePending(args, part, pending, slot, pos);
+  if ((pos + 1) % args.params.ratio != 0) return;
+  PoolWindow(args, part, t, slot, pos, own, source);
 }
 
 __global__ void __launch_bounds__(kMaxThreads) StoreKeysKernel(Args args) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(shared);
-  GridDependencyWait();
   const int t = blockIdx.x;
-  const int slot = args.step.slot[t];
-  const int pos = args.step.pos[t];
-  if (slot < 0) return;
   if (blockIdx.y == 0) {
-    StoreWindow(args, t, slot, pos);
-    return;
+    const Channels own = OwnChannels(args.kv_norm, args.params.head_dim);
+    GridDependencyWait();
+    StoreWindow(args, t, own);
+  } else {
+    const Part& part = args.parts[blockIdx.y - 1];
+    const Channels own = OwnChannels(part.norm, part.cache.dim);
+    if (threadIdx.x == 0 && part.ape_prefetch > 0) PrefetchL2(part.ape, part.ape_prefetch);
+    GridDependencyWait();
+    StoreCompressed(args, part, t, own, reinterpret_cast<int*>(shared));
   }
-  const Part& part = args.parts[blockIdx.y - 1];
-  StorePending(args, part, t, slot, pos);
-  if ((pos + 1) % args.params.ratio != 0) return;
-  StoreCompressed(args, part, t, slot, pos, reinterpret_cast<int*>(shared));
 }
 
 void CheckPart(const AttentionParams& params, const Part& part) {
@@ -252,15 +295,18 @@ void LaunchStoreKeys(const LaunchContext& launch, const AttentionParams& params,
   Args args{params, step, rows, rope, in.kv, in.kv_norm, cache, {}};
   int num_parts = 1;
   int channels = params.head_dim;
-  const auto add = [&](const Part& part) {
+  const auto add = [&](Part part) {
     CheckPart(params, part);
     channels = std::max(channels, part.cache.dim);
+    const size_t ape_bytes = sizeof(float) * params.ratio * part.cache.width;
+    const bool aligned = reinterpret_cast<uintptr_t>(part.ape) % 16 == 0 && ape_bytes % 16 == 0;
+    if (aligned && ape_bytes <= kMaxApePrefetch) part.ape_prefetch = ape_bytes;
     args.parts[num_parts++ - 1] = part;
   };
   if (params.ratio > 0) {
-    add({in.comp_kv, in.comp_gate, in.ape, in.comp_norm, cache.compressor});
+    add({in.comp_kv, in.comp_gate, in.ape, in.comp_norm, cache.compressor, 0});
     if (in.index_kv != nullptr) {
-      add({in.index_kv, in.index_gate, in.index_ape, in.index_norm, cache.indexer});
+      add({in.index_kv, in.index_gate, in.index_ape, in.index_norm, cache.indexer, 0});
     }
   }
   const unsigned threads = (channels / 2 + 31) / 32 * 32;
