@@ -27,6 +27,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(20);  // then sleep between two looks
 constexpr auto kSleep = std::chrono::microseconds(50);
 constexpr size_t kSharedBytesWithoutAsking = 48 * 1024;
+constexpr uint64_t kMaxBlockThreads = 1024;
 constexpr int kOverlapCapability = 90;
 constexpr int kMaxDevices = 64;
 
@@ -43,6 +44,7 @@ StatusCode CodeOf(cudaError_t error) {
   switch (error) {
     case cudaErrorMemoryAllocation: return StatusCode::kResourceExhausted;
     case cudaErrorInvalidValue:
+    case cudaErrorInvalidConfiguration:
     case cudaErrorInvalidDevice: return StatusCode::kInvalidArgument;
     case cudaErrorNoDevice:
     case cudaErrorInsufficientDriver:
@@ -380,7 +382,8 @@ bool SupportsOverlap() {
   return answer;
 }
 
-int AllowSharedBytes(const void* kernel, size_t bytes) {
+int Prepare(const void* kernel, dim3 block, size_t bytes) {
+  if (uint64_t{block.x} * block.y * block.z > kMaxBlockThreads) return cudaErrorInvalidConfiguration;
   if (bytes <= kSharedBytesWithoutAsking) return cudaSuccess;
   // The limit belongs to kernel and device; it only ever grows.
   static std::mutex mutex;

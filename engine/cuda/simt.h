@@ -168,8 +168,9 @@ __device__ __forceinline__ uint64_t GlobalTimerNs() {
 namespace launch_internal {
 // True when the thread's device can start a kernel before the one ahead of it has ended.
 bool SupportsOverlap();
-// Lets `kernel` use that much dynamic shared memory; a cudaError_t.
-int AllowSharedBytes(const void* kernel, size_t bytes);
+// Checks what a graph would notice too late, and lets `kernel` use that much dynamic shared memory;
+// a cudaError_t.
+int Prepare(const void* kernel, dim3 block, size_t shared_bytes);
 void RecordError(int error, const void* kernel, dim3 grid, dim3 block, size_t shared_bytes);
 }  // namespace launch_internal
 
@@ -178,7 +179,7 @@ template <typename... Params, typename... Args>
 void Launch(const LaunchContext& launch, dim3 grid, dim3 block, size_t dynamic_shared_bytes,
             void (*kernel)(Params...), Args&&... args) {
   const void* symbol = reinterpret_cast<const void*>(kernel);
-  int error = launch_internal::AllowSharedBytes(symbol, dynamic_shared_bytes);
+  int error = launch_internal::Prepare(symbol, block, dynamic_shared_bytes);
   if (error == cudaSuccess) {
     cudaLaunchAttribute overlap = {};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -32,7 +32,7 @@
 #define __grid_constant__
 #define __shared__ static thread_local
 #define __launch_bounds__(...)
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 #define DS4_DYNAMIC_SHARED(name) std::byte* name = ::ds4::cuda::emulator::DynamicShared()
 
 struct uint3 {

@@ -54,6 +54,7 @@ Result<std::byte*> AllocateZeroed(const char* what, int64_t bytes) {
                                   " bytes asked for, the emulated device has " +
                                   std::to_string(kTotalBytes));
   }
+  if (bytes == 0) return nullptr;  // as on a GPU
   auto* memory = static_cast<std::byte*>(
       ::operator new(static_cast<size_t>(bytes), kAlignment, std::nothrow));
   if (memory == nullptr) {
