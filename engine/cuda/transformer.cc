@@ -317,8 +317,12 @@ Status DeviceTransformer::Mark(const char* name, double weight_bytes) {
 Status DeviceTransformer::EndSite(const Pass& pass, const HcMix& mix, const PlainMatrix& next_fn) {
   const int64_t count = int64_t{pass.rows} * config_.hidden_dim;
   // A pass of many rows has added its lanes already: one vector for each rank.
-  RETURN_IF_ERROR(group_->AllGather(launch_, roots_,
-                                    (pass.many ? 1 : num_roots_) * count * sizeof(float)));
+  if (lanes_.world_size() > 1) {
+    const int64_t vectors = pass.many ? 1 : num_roots_;
+    RETURN_IF_ERROR(group_->AllGather(launch_, roots_,
+                                      vectors * count * static_cast<int64_t>(sizeof(float))));
+    RETURN_IF_ERROR(Mark("exchange", 0));
+  }
   RootSet set;
   set.num_lanes = config_.num_lanes;
   for (int r = 0; r < lanes_.world_size(); ++r) {
