@@ -467,7 +467,7 @@ template <DType kType, int kRows, class X>
 __device__ __forceinline__ void DotChunkFloat(const std::byte* chunk, const X& x, int64_t col,
                                               float (&part)[kRows][2]) {
   constexpr int kCols = kLaneCols<kType>;
-  [[maybe_unused]] constexpr int kUnroll = kRows >= 16 ? 1 : kRows >= 4 ? 2 : 8;
+  [[maybe_unused]] constexpr int kUnroll = kRows >= 8 ? 1 : kRows >= 4 ? 2 : 8;
   const int lane = LaneId();
 #pragma unroll kUnroll
   for (int u = 0; u < 8; ++u) {
