@@ -190,7 +190,8 @@ Status Cluster::CheckMembers() const {
     if (fits.ok()) fits = CheckMemory(rank, members_[rank], options_.plan.ranks[rank]);
     errors.push_back(std::move(fits));
   }
-  return Combine("the workers do not fit", errors);
+  RETURN_IF_ERROR(Combine("the workers do not fit", errors));
+  return CheckAlike(members_).WithContext("the workers do not fit together");
 }
 
 v1::FormGroup Cluster::GroupOf(int rank) const {

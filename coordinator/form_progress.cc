@@ -37,6 +37,10 @@ void FormProgress::OnReady(int rank, const v1::GroupReady& ready) {
   bars_->Update(rank, ready.weight_bytes(), ready.weight_bytes());
   weight_bytes_ += ready.weight_bytes();
   load_seconds_ = std::max(load_seconds_, ready.load_seconds());
+  if (verbose_ && ready.device_bytes() > 0) {
+    console_->Note(StrCat("rank ", rank, ": ", ready.backend(), ", ",
+                          HumanBytes(ready.device_bytes()), " of device memory taken"));
+  }
   if (++num_ready_ < static_cast<int>(members_.size())) return;
   bars_.reset();
   console_->Note(StrCat(num_ready_, num_ready_ == 1 ? " rank" : " ranks",

@@ -1,6 +1,7 @@
 #include "coordinator/local_workers.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <spawn.h>
 #include <string.h>
@@ -8,6 +9,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -96,6 +98,78 @@ std::optional<int> ReadPort(const std::string& path) {
   return port;
 }
 
+// Both ends of a pipe, closed at the end of the scope; no child may hold them by accident.
+class Pipe {
+ public:
+  Status Open() {
+    if (pipe(ends_) != 0) return UnavailableError(Errno("cannot make a pipe"));
+    for (int fd : ends_) fcntl(fd, F_SETFD, FD_CLOEXEC);
+    return OkStatus();
+  }
+  ~Pipe() {
+    CloseWriter();
+    if (ends_[0] >= 0) close(ends_[0]);
+  }
+  int reader() const { return ends_[0]; }
+  int writer() const { return ends_[1]; }
+  void CloseWriter() {
+    if (ends_[1] >= 0) close(std::exchange(ends_[1], -1));
+  }
+
+ private:
+  int ends_[2] = {-1, -1};
+};
+
+constexpr size_t kMaxOutputBytes = 1 << 20;
+
+// Everything until the other end closes.
+Result<std::string> ReadToEnd(int fd, const std::string& who, TimePoint deadline) {
+  std::string text;
+  while (text.size() < kMaxOutputBytes) {
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline - Now()).count();
+    pollfd ready{fd, POLLIN, 0};
+    const int found = left <= 0 ? 0 : poll(&ready, 1, static_cast<int>(left));
+    if (found < 0 && errno == EINTR) continue;
+    if (found < 0) return UnavailableError(Errno("cannot wait for " + who));
+    if (found == 0) return DeadlineExceededError(StrCat(who, " did not answer in time"));
+    char buffer[4096];
+    const ssize_t got = read(fd, buffer, sizeof buffer);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return UnavailableError(Errno("cannot read from " + who));
+    if (got == 0) return text;
+    text.append(buffer, static_cast<size_t>(got));
+  }
+  return UnavailableError(StrCat(who, " says more than ", kMaxOutputBytes, " bytes"));
+}
+
+// What a program writes to its stdout and stderr until it ends, with an empty stdin.
+Result<std::string> OutputOf(std::vector<std::string> args, milliseconds limit) {
+  const std::string who = StrJoin(args, " ");
+  Pipe pipe;
+  RETURN_IF_ERROR(pipe.Open());
+  SpawnSettings settings;
+  posix_spawn_file_actions_addopen(&settings.actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
+  posix_spawn_file_actions_adddup2(&settings.actions, pipe.writer(), STDOUT_FILENO);
+  posix_spawn_file_actions_adddup2(&settings.actions, pipe.writer(), STDERR_FILENO);
+  std::vector<char*> argv;
+  for (std::string& arg : args) argv.push_back(arg.data());
+  argv.push_back(nullptr);
+  pid_t pid = -1;
+  const int error = posix_spawn(&pid, args[0].c_str(), &settings.actions, &settings.attributes,
+                                argv.data(), environ);
+  if (error != 0) return UnavailableError(StrCat("cannot start ", who, ": ", strerror(error)));
+  pipe.CloseWriter();
+  Result<std::string> text = ReadToEnd(pipe.reader(), who, Now() + limit);
+  if (!text.ok()) kill(pid, SIGKILL);
+  int wait_status = 0;
+  while (waitpid(pid, &wait_status, 0) < 0 && errno == EINTR) {
+  }
+  if (text.ok() && !(WIFEXITED(wait_status) && WEXITSTATUS(wait_status) == 0)) {
+    return UnavailableError(StrCat(who, ": ", EndText(pid, wait_status), "; it said: ", *text));
+  }
+  return text;
+}
+
 }  // namespace
 
 Result<std::string> FindWorkerBinary(const std::string& given, const std::string& program) {
@@ -110,6 +184,16 @@ Result<std::string> FindWorkerBinary(const std::string& given, const std::string
   const fs::path path = *folder / "ds4-worker";
   if (IsProgram(path)) return path.string();
   return NotFoundError(StrCat("no program ", path.string(), "; build it or give --worker-binary"));
+}
+
+Result<int> CountGpus(const std::string& binary, milliseconds limit) {
+  ASSIGN_OR_RETURN(const std::string text, OutputOf({binary, "--list-devices"}, limit));
+  int count = 0;
+  for (const std::string& line : StrSplit(text, '\n')) {
+    if (line.starts_with("device ")) ++count;
+  }
+  if (count > 0) return count;
+  return FailedPreconditionError(StrCat(binary, " --list-devices finds no GPU: ", text));
 }
 
 LocalWorkers::LocalWorkers(LocalWorkerOptions options)
@@ -150,16 +234,13 @@ Status LocalWorkers::Start(int rank) {
                                      O_WRONLY | O_CREAT | O_TRUNC, 0600);
     posix_spawn_file_actions_adddup2(&settings.actions, STDOUT_FILENO, STDERR_FILENO);
   }
-  std::vector<std::string> args = {options_.binary,
-                                   "--listen",
-                                   "127.0.0.1:0",
-                                   "--model",
-                                   options_.model_path,
-                                   "--threads",
-                                   StrCat(options_.threads),
-                                   "--port-file",
-                                   port_file,
-                                   "--exit-with-parent"};
+  std::vector<std::string> args = {
+      options_.binary,          "--listen",    "127.0.0.1:0", "--threads",
+      StrCat(options_.threads), "--port-file", port_file,     "--exit-with-parent"};
+  args.insert(args.end(), options_.args.begin(), options_.args.end());
+  if (options_.num_gpus > 0) {
+    args.insert(args.end(), {"--device", StrCat(rank % options_.num_gpus)});
+  }
   if (options_.context > 0) args.insert(args.end(), {"--ctx", StrCat(options_.context)});
   if (options_.max_rows > 0) args.insert(args.end(), {"--max-rows", StrCat(options_.max_rows)});
   std::vector<char*> argv;

@@ -15,8 +15,9 @@ namespace ds4 {
 
 struct LocalWorkerOptions {
   std::string binary;
-  std::string model_path;
+  std::vector<std::string> args;  // of all: the model, the engine
   int count = 1;
+  int num_gpus = 0;      // above 0: rank r takes GPU r mod this
   int threads = 1;       // of each
   int64_t context = 0;   // their --ctx; 0: the worker's own default
   int64_t max_rows = 0;  // their --max-rows; 0: the worker's own default
@@ -27,6 +28,11 @@ struct LocalWorkerOptions {
 // The worker binary: `given`, or ds4-worker in the folder of `program` (argv[0], looked up in PATH
 // when it has no slash). kNotFound names what was tried.
 Result<std::string> FindWorkerBinary(const std::string& given, const std::string& program);
+
+// How many GPUs this host has, as the worker binary says; takes at most `limit`.
+// kFailedPrecondition: none, with the worker's own words; kUnavailable, kDeadlineExceeded: it
+// cannot be asked.
+Result<int> CountGpus(const std::string& binary, milliseconds limit);
 
 class LocalWorkers final : public WorkerSource {
  public:

@@ -23,6 +23,7 @@ namespace ds4 {
 namespace {
 
 constexpr int64_t kPreferredContext = 4096;
+constexpr milliseconds kCountGpusLimit{60000};  // drivers of large hosts take long to start
 constexpr int64_t kPerplexityContext = 1024;
 
 // The most that the context can be: what --ctx says, or the default before the workers' limits.
@@ -37,13 +38,53 @@ Result<int64_t> LargestContext(const Options& options, const ModelConfig& config
   return std::min(preferred, config.context_length);
 }
 
+// What all workers that we start have in common.
+std::vector<std::string> WorkerArgs(const Options& options) {
+  std::vector<std::string> args = {"--backend", options.backend};
+  const auto add = [&args](const char* option, const std::string& value) {
+    if (!value.empty()) args.insert(args.end(), {option, value});
+  };
+  add("--model", options.model_path);
+  add("--synthetic", options.synthetic);
+  if (!options.synthetic.empty()) add("--quant", options.quant);
+  if (options.synthetic_layers > 0) add("--layers", StrCat(options.synthetic_layers));
+  add("--kv-type", options.kv_type);
+  add("--expert-memory", options.expert_memory);
+  add("--device-transport", options.device_transport);
+  if (options.deterministic) args.emplace_back("--deterministic");
+  return args;
+}
+
+// Turns what stands for a number or a default into it.
+Status Resolve(Options& options) {
+  if (options.local_gpus) {
+    ASSIGN_OR_RETURN(const std::string binary,
+                     FindWorkerBinary(options.worker_binary, options.program));
+    ASSIGN_OR_RETURN(options.local, CountGpus(binary, kCountGpusLimit));
+    if (options.local > kMaxRanks) {
+      return InvalidArgumentError(StrCat("--local gpus finds ", options.local,
+                                         " GPUs, the limit is ", kMaxRanks, "; give a number"));
+    }
+  }
+  if (options.backend.empty()) options.backend = options.local_gpus ? "cuda" : "cpu";
+  return OkStatus();
+}
+
+Result<Model> OpenAnyModel(const Options& options) {
+  if (options.synthetic.empty()) return OpenModel(options.model_path);
+  return OpenSyntheticModel(options.synthetic, options.quant, options.synthetic_layers);
+}
+
 Result<std::unique_ptr<WorkerSource>> MakeSource(const Options& options, int64_t context,
                                                  Console* console) {
   if (options.local == 0) return std::unique_ptr<WorkerSource>(new FixedWorkers(options.workers));
   LocalWorkerOptions local;
   ASSIGN_OR_RETURN(local.binary, FindWorkerBinary(options.worker_binary, options.program));
-  local.model_path = options.model_path;
+  local.args = WorkerArgs(options);
   local.count = options.local;
+  if (options.backend == "cuda") {
+    ASSIGN_OR_RETURN(local.num_gpus, CountGpus(local.binary, kCountGpusLimit));
+  }
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   local.threads = std::max(1, cores / options.local);
   local.context = context;
@@ -57,8 +98,12 @@ Result<std::unique_ptr<WorkerSource>> MakeSource(const Options& options, int64_t
 Result<ClusterOptions> MakeClusterOptions(const Options& options, const Model& model,
                                           ShardPlan plan, int64_t context) {
   ClusterOptions cluster;
-  cluster.requirements.model_path = options.model_path;
-  ASSIGN_OR_RETURN(cluster.requirements.model_digest, ModelDigest(*model.file));
+  cluster.requirements.model_path = model.file->path();
+  if (options.synthetic.empty()) {
+    ASSIGN_OR_RETURN(cluster.requirements.model_digest, ModelDigest(*model.file));
+  } else {
+    cluster.requirements.model_digest = model.file->path();
+  }
   // Windows of a measurement do not shrink to what a worker happens to allow.
   const bool exact = options.context > 0 || !options.perplexity_file.empty();
   cluster.requirements.context = exact ? context : 0;
@@ -99,8 +144,9 @@ Status DryRun(const Options& options, const Model& model) {
   return OkStatus();
 }
 
-Status Run(const Options& options, Console& console) {
-  ASSIGN_OR_RETURN(const Model model, OpenModel(options.model_path));
+Status Run(Options options, Console& console) {
+  RETURN_IF_ERROR(Resolve(options));
+  ASSIGN_OR_RETURN(const Model model, OpenAnyModel(options));
   if (options.dry_run) return DryRun(options, model);
   ASSIGN_OR_RETURN(const int64_t context, LargestContext(options, model.config));
   ASSIGN_OR_RETURN(ShardPlan plan, PlanShards(model, options.num_ranks()));

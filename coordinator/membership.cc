@@ -20,6 +20,11 @@ Status CheckValues(const std::string& who, const v1::HelloReply& hello) {
   return OkStatus();
 }
 
+// Builds from before the field had the CPU engine only.
+std::string Arithmetic(const v1::HelloReply& hello) {
+  return hello.arithmetic().empty() ? "kv f32, sums in lanes always" : hello.arithmetic();
+}
+
 std::string HostOf(const std::string& address) {
   std::string host = address.substr(0, address.rfind(':'));
   if (host.size() >= 2 && host.front() == '[' && host.back() == ']') {
@@ -59,6 +64,20 @@ Status CheckMember(int rank, const Member& member, const Requirements& requireme
     return InvalidArgumentError(StrCat(
         who, ": runs at most ", hello.max_batch_rows(), " rows in one step, --chunk asks for ",
         requirements.batch_rows, "; lower --chunk or start the worker with more --max-rows"));
+  }
+  return OkStatus();
+}
+
+Status CheckAlike(const std::vector<Member>& members) {
+  const std::string first = Arithmetic(members[0].hello);
+  for (size_t i = 1; i < members.size(); ++i) {
+    const std::string own = Arithmetic(members[i].hello);
+    if (own == first) continue;
+    return FailedPreconditionError(StrCat(
+        RankName(static_cast<int>(i), members[i].address), ": computes with ", own, ", ",
+        RankName(0, members[0].address), " with ", first,
+        "; start all workers with the same --kv-type and --deterministic (a CPU worker has f32 "
+        "keys and keeps the lanes always)"));
   }
   return OkStatus();
 }

@@ -32,6 +32,9 @@ std::string RankName(int rank, const std::string& address);
 // kInvalidArgument: a context or a chunk over the worker's limit, or a hello with impossible
 // values.
 Status CheckMember(int rank, const Member& member, const Requirements& requirements);
+// kFailedPrecondition with both values: a rank whose arithmetic is not rank 0's, so that their sums
+// would not fit together.
+Status CheckAlike(const std::vector<Member>& members);
 // kResourceExhausted: the rank's slices do not fit in the memory that the worker has free.
 Status CheckMemory(int rank, const Member& member, const RankPlan& plan);
 

@@ -5,6 +5,7 @@
 #include <fstream>
 
 #include "engine/base/strings.h"
+#include "engine/model/synthetic.h"
 
 namespace ds4 {
 namespace {
@@ -16,6 +17,14 @@ constexpr int64_t kMaxTextBytes = int64_t{256} << 20;
 Result<Model> OpenModel(const std::string& path) {
   Model model;
   ASSIGN_OR_RETURN(model.file, GgufFile::Open(path));
+  ASSIGN_OR_RETURN(model.config, ReadModelConfig(*model.file));
+  return model;
+}
+
+Result<Model> OpenSyntheticModel(const std::string& preset, const std::string& quant,
+                                 int64_t num_layers) {
+  Model model;
+  ASSIGN_OR_RETURN(model.file, MakeSyntheticFile(preset, quant, num_layers));
   ASSIGN_OR_RETURN(model.config, ReadModelConfig(*model.file));
   return model;
 }

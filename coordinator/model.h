@@ -19,6 +19,9 @@ struct Model {
 
 // Errors of GgufFile::Open and ReadModelConfig.
 Result<Model> OpenModel(const std::string& path);
+// A model without data; its path() names it and is its digest too.
+Result<Model> OpenSyntheticModel(const std::string& preset, const std::string& quant,
+                                 int64_t num_layers);
 // The file's tokeniser; kInvalidArgument when it has more tokens than the model.
 Result<std::unique_ptr<Tokenizer>> OpenTokenizer(const Model& model);
 // Lanes split evenly over `num_ranks`; kInvalidArgument when there are more ranks than lanes.

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "engine/base/strings.h"
+#include "engine/model/synthetic.h"
 #include "proto/protocol.h"
 
 namespace ds4 {
@@ -13,14 +14,24 @@ namespace {
 
 constexpr int kUsageError = 2;
 
-void AddClusterOptions(CLI::App& app, Options& o) {
-  app.add_option("--model", o.model_path, "GGUF file of the model")->required()->type_name("FILE");
+void AddClusterOptions(CLI::App& app, Options& o, std::string& local) {
+  app.add_option("--model", o.model_path, "GGUF file of the model")->type_name("FILE");
+  app.add_option("--synthetic", o.synthetic,
+                 "in place of --model: the shapes of this model, random weights; text is noise")
+      ->check(CLI::IsMember(SyntheticPresets()));
+  app.add_option("--quant", o.quant, "with --synthetic: type of the routed experts")
+      ->check(CLI::IsMember(SyntheticQuants()))
+      ->capture_default_str();
+  app.add_option("--layers", o.synthetic_layers, "with --synthetic: so many layers (default: all)")
+      ->check(CLI::Range(1, 256))
+      ->type_name("N");
   app.add_option("--workers", o.workers, "workers that run already, in rank order: host:port,...")
       ->delimiter(',')
       ->type_name("LIST");
-  app.add_option("--local", o.local, "start N workers on this host, and stop them at the end")
-      ->check(CLI::Range(1, kMaxRanks))
-      ->type_name("N");
+  app.add_option("--local", local,
+                 "start N workers on this host, or one for each of its GPUs, and stop them at the "
+                 "end; N workers run on the CPU unless --backend says cuda")
+      ->type_name("N|gpus");
   app.add_option("--ranks", o.ranks, "with --dry-run: plan for N ranks")
       ->check(CLI::Range(1, kMaxRanks))
       ->type_name("N");
@@ -31,6 +42,23 @@ void AddClusterOptions(CLI::App& app, Options& o) {
                  "how ranks exchange data: tcp, grpc, or auto, which is tcp")
       ->check(CLI::IsMember({"auto", "tcp", "grpc"}))
       ->capture_default_str();
+}
+
+// What workers that run already were started with is theirs.
+void AddLocalWorkerOptions(CLI::App& app, Options& o) {
+  app.add_option("--backend", o.backend,
+                 "with --local: cpu, or cuda, where ranks take this host's GPUs in turn")
+      ->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_option("--kv-type", o.kv_type, "with --local: type of cached keys; ds4-worker --help")
+      ->check(CLI::IsMember({"f32", "bf16"}));
+  app.add_option("--expert-memory", o.expert_memory,
+                 "with --local on GPUs: where routed experts live")
+      ->check(CLI::IsMember({"device", "host"}));
+  app.add_option("--device-transport", o.device_transport,
+                 "with --local on GPUs: how small sums go from GPU to GPU")
+      ->check(CLI::IsMember({"auto", "push", "nccl", "host"}));
+  app.add_flag("--deterministic", o.deterministic,
+               "with --local on GPUs: the same bits on any number of ranks in prefill too");
 }
 
 void AddTaskOptions(CLI::App& app, Options& o) {
@@ -101,9 +129,47 @@ void AddLimitOptions(CLI::App& app, Options& o, int64_t& timeout_ms, int64_t& jo
       ->capture_default_str();
 }
 
+Status ReadLocal(const CLI::App& app, const std::string& text, Options& o) {
+  if (app.count("--local") == 0) return OkStatus();
+  o.local_gpus = text == "gpus";
+  if (o.local_gpus) return OkStatus();
+  const bool digits = !text.empty() && text.size() <= 2 &&
+                      text.find_first_not_of("0123456789") == std::string::npos;
+  o.local = digits ? std::stoi(text) : 0;
+  if (o.local >= 1 && o.local <= kMaxRanks) return OkStatus();
+  return InvalidArgumentError(
+      StrCat("--local is \"", text, "\", must be from 1 to ", kMaxRanks, ", or gpus"));
+}
+
+Status CheckModel(const CLI::App& app, const Options& o) {
+  if (o.model_path.empty() == o.synthetic.empty()) {
+    return InvalidArgumentError(
+        StrCat("give exactly one of --model and --synthetic; got ", o.synthetic.empty() ? 0 : 2));
+  }
+  if (o.synthetic.empty() && (app.count("--quant") > 0 || app.count("--layers") > 0)) {
+    return InvalidArgumentError("--quant and --layers are for --synthetic; a file has its own");
+  }
+  return OkStatus();
+}
+
+Status CheckLocalWorkers(const Options& o) {
+  const bool any = !o.backend.empty() || !o.kv_type.empty() || !o.expert_memory.empty() ||
+                   !o.device_transport.empty() || o.deterministic;
+  if (any && o.local == 0 && !o.local_gpus) {
+    return InvalidArgumentError(
+        "--backend, --kv-type, --expert-memory, --device-transport and --deterministic are for the "
+        "workers that --local starts; give them to the workers of --workers themselves");
+  }
+  if (o.local_gpus && o.backend == "cpu") {
+    return InvalidArgumentError("--local gpus and --backend cpu contradict each other");
+  }
+  return OkStatus();
+}
+
 // What single options cannot check about each other.
 Status CheckTogether(const Options& o) {
-  const int sources = (o.workers.empty() ? 0 : 1) + (o.local > 0 ? 1 : 0) + (o.ranks > 0 ? 1 : 0);
+  const int sources =
+      (o.workers.empty() ? 0 : 1) + (o.local > 0 || o.local_gpus ? 1 : 0) + (o.ranks > 0 ? 1 : 0);
   if (o.ranks > 0 && !o.dry_run) return InvalidArgumentError("--ranks is for --dry-run only");
   if (sources != 1) {
     return InvalidArgumentError(StrCat("give exactly one of --workers and --local",
@@ -178,7 +244,9 @@ ParsedOptions ParseOptions(int argc, const char* const* argv) {
                "ds4-coordinator");
   app.set_version_flag("--version",
                        StrCat("ds4-coordinator ", BuildVersion(), ", protocol ", kProtocolVersion));
-  AddClusterOptions(app, o);
+  std::string local;
+  AddClusterOptions(app, o, local);
+  AddLocalWorkerOptions(app, o);
   AddTaskOptions(app, o);
   AddAnswerOptions(app, o);
   AddLimitOptions(app, o, timeout_ms, join_timeout_ms);
@@ -205,7 +273,11 @@ ParsedOptions ParseOptions(int argc, const char* const* argv) {
   o.max_tokens_given = app.count("--max-tokens") > 0;
   o.timeout = std::chrono::milliseconds(timeout_ms);
   o.join_timeout = std::chrono::milliseconds(join_timeout_ms);
-  for (const Status& status : {CheckTogether(o), CheckAddresses(o.workers)}) {
+  if (const Status status = ReadLocal(app, local, o); !status.ok()) {
+    return UsageError(status.message());
+  }
+  for (const Status& status :
+       {CheckModel(app, o), CheckTogether(o), CheckLocalWorkers(o), CheckAddresses(o.workers)}) {
     if (!status.ok()) return UsageError(status.message());
   }
   parsed.run = true;

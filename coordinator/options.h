@@ -20,9 +20,22 @@ struct Options {
   std::string model_path;
   std::vector<std::string> workers;  // host:port, rank order
   int local = 0;                     // start this many workers on this host, 1..64
+  bool local_gpus = false;           // start one for each GPU of this host
   int ranks = 0;                     // --dry-run only: how many ranks to plan for, 1..64
   std::string worker_binary;         // empty: ds4-worker beside this program
   std::string transport = "auto";    // auto | tcp | grpc
+
+  // In place of model_path: shapes of a preset, random weights (engine/model/synthetic.h).
+  std::string synthetic;
+  std::string quant = "q2";
+  int64_t synthetic_layers = 0;  // 0: the preset's
+
+  // Given on to the workers that we start: their options of the same names.
+  std::string backend;           // cpu | cuda; empty: cpu, with local_gpus cuda
+  std::string kv_type;           // f32 | bf16; empty: theirs
+  std::string expert_memory;     // device | host; empty: theirs
+  std::string device_transport;  // auto | push | nccl | host; empty: theirs
+  bool deterministic = false;
 
   // What to do. With none of the three: an interactive chat.
   bool has_prompt = false;
@@ -60,7 +73,7 @@ struct Options {
   bool interactive() const {
     return !has_prompt && prompt_file.empty() && perplexity_file.empty() && !dry_run;
   }
-  int num_ranks() const;
+  int num_ranks() const;  // local_gpus must have become `local` by then
 };
 
 // What the command line asks for: run with `options`, or print `text` and exit.

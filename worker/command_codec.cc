@@ -146,6 +146,8 @@ void Encode(const GroupReadyEvent& event, v1::Event* message) {
   ready->set_weight_bytes(event.stats.weight_bytes);
   ready->set_kv_bytes_per_session(event.stats.kv_bytes_per_session);
   ready->set_load_seconds(event.stats.load_seconds);
+  ready->set_backend(event.stats.backend);
+  ready->set_device_bytes(event.stats.device_bytes);
 }
 
 void Encode(const SessionOpenedEvent& event, v1::Event* message) {

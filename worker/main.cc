@@ -2,6 +2,7 @@
 #include <chrono>
 #include <iostream>
 
+#include "engine/backends/backends.h"
 #include "engine/base/strings.h"
 #include "worker/log.h"
 #include "worker/node.h"
@@ -21,6 +22,20 @@ void Announce(const WorkerOptions& options, const WorkerInfo& info, uint16_t por
   std::cout << "ds4-worker ready on " << options.listen.host << ":" << port << ", model "
             << info.model_path << ", " << info.num_threads << " threads, " << info.kernel_isa
             << std::endl;
+}
+
+// "device 0: ..." for each, which the coordinator counts; it is no error to have none.
+void ListDevices() {
+  const auto devices = CudaDevices();
+  if (!devices.ok()) {
+    std::cout << "no devices: " << devices.status().message() << std::endl;
+    return;
+  }
+  for (size_t i = 0; i < devices->size(); ++i) {
+    std::cout << "device " << i << ": " << (*devices)[i].text << "\n";
+  }
+  if (devices->empty()) std::cout << "no devices: the driver knows none\n";
+  std::cout << std::flush;
 }
 
 Status Serve(const WorkerOptions& options) {
@@ -53,6 +68,10 @@ int Main(int argc, char** argv) {
     return 0;
   }
   const WorkerOptions& options = std::get<WorkerOptions>(*parsed);
+  if (options.list_devices) {
+    ListDevices();
+    return 0;
+  }
   InitLog(options.verbose);
   const Status status = Serve(options);
   if (status.ok()) return 0;

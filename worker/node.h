@@ -27,11 +27,13 @@ class Node {
 
  private:
   Node() = default;
+  Status ChooseEngine(const WorkerOptions& options);
   Status OpenModel(const WorkerOptions& options);
   Result<std::unique_ptr<Transport>> Connect(const GroupSpec& spec, std::stop_token stop);
 
   std::unique_ptr<GgufFile> file_;
   ModelConfig config_;
+  EngineOptions engine_;  // but for the group's limits
   std::unique_ptr<TcpListener> listener_;
   WorkerInfo info_;
 };

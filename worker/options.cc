@@ -1,9 +1,11 @@
 #include "worker/options.h"
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <charconv>
 
 #include "engine/base/strings.h"
+#include "engine/model/synthetic.h"
 #include "proto/protocol.h"
 #include "worker/host_info.h"
 
@@ -13,6 +15,8 @@ namespace {
 constexpr int kMaxThreads = 1024;
 constexpr int64_t kMaxContext = int64_t{1} << 30;
 constexpr int64_t kMaxBatchRows = 65536;
+constexpr int kMaxDevices = 1024;
+constexpr int kMaxLayers = 256;
 
 constexpr const char* kAbout =
     "One rank of a ds4 cluster: holds its share of the model and runs the coordinator's steps.\n"
@@ -27,7 +31,13 @@ constexpr const char* kExamples =
     "  behind a firewall or in a container, with fixed ports and the name that peers dial:\n"
     "    ds4-worker --model v4.gguf --listen 0.0.0.0:9911 --data-port 9912 --advertise node3.lan\n"
     "  from a script, on any free ports:\n"
-    "    ds4-worker --model v4.gguf --listen 127.0.0.1:0 --port-file ports.txt\n";
+    "    ds4-worker --model v4.gguf --listen 127.0.0.1:0 --port-file ports.txt\n"
+    "  on the second GPU of this machine; which there are:\n"
+    "    ds4-worker --model v4.gguf --backend cuda --device 1\n"
+    "    ds4-worker --list-devices\n"
+    "  Flash's shapes with random weights, to measure speed without the file:\n"
+    "    ds4-worker --synthetic flash --quant q2 --backend cuda\n"
+    "All ranks of a group must have the same --kv-type and --deterministic.\n";
 
 // Values as text, so that our own checks name option, value and range in one way.
 struct RawOptions {
@@ -36,14 +46,51 @@ struct RawOptions {
   std::string threads;
   std::string ctx;
   std::string max_rows = "512";
+  std::string device = "0";
+  std::string layers;
+  std::string expert_memory = "device";
 };
+
+std::string OneOf(const std::vector<std::string>& values) { return StrJoin(values, "|"); }
+
+void DeclareEngine(CLI::App& app, RawOptions& raw, WorkerOptions& options) {
+  app.add_option("--backend", options.backend,
+                 "what computes; auto takes cuda when there is a device, else cpu, and says which")
+      ->type_name("auto|cpu|cuda")
+      ->capture_default_str();
+  app.add_option("--device", raw.device, "CUDA device, as --list-devices counts")
+      ->type_name(StrCat("0..", kMaxDevices - 1))
+      ->capture_default_str();
+  app.add_option("--synthetic", options.synthetic,
+                 "in place of --model: the shapes of this model, random weights; text is noise")
+      ->type_name(OneOf(SyntheticPresets()));
+  app.add_option("--quant", options.quant, "with --synthetic: type of the routed experts")
+      ->type_name(OneOf(SyntheticQuants()))
+      ->capture_default_str();
+  app.add_option("--layers", raw.layers, "with --synthetic: so many layers (default: all)")
+      ->type_name(StrCat("1..", kMaxLayers));
+  app.add_option("--kv-type", options.kv_type,
+                 "of cached keys (default: f32 on cpu, which has no other; bf16 on cuda)")
+      ->type_name("f32|bf16");
+  app.add_flag("--deterministic", options.deterministic,
+               "cuda: keep the order of sums between ranks in prefill too, so that any number of "
+               "ranks gives the same bits (decode and the CPU always do)");
+  app.add_option("--expert-memory", raw.expert_memory,
+                 "cuda: where routed experts live; host is slower, for a model that does not fit")
+      ->type_name("device|host")
+      ->capture_default_str();
+  app.add_option("--device-transport", options.device_transport,
+                 "cuda: how small sums go from GPU to GPU; auto measures at start and says which")
+      ->type_name("auto|push|nccl|host")
+      ->capture_default_str();
+  app.add_flag("--list-devices", options.list_devices, "print one line for each device, and end");
+}
 
 void Declare(CLI::App& app, RawOptions& raw, WorkerOptions& options) {
   app.footer(kExamples);
   app.set_version_flag("--version",
                        StrCat("ds4-worker ", BuildVersion(), ", protocol ", kProtocolVersion));
   app.add_option("--model", options.model_path, "GGUF file; the same bytes on every machine")
-      ->required()
       ->type_name("FILE");
   app.add_option("--listen", raw.listen,
                  "control address for the coordinator; port 0 takes a free one and prints it")
@@ -66,6 +113,7 @@ void Declare(CLI::App& app, RawOptions& raw, WorkerOptions& options) {
                  "largest batch of one forward pass, in rows: bounds the working memory")
       ->type_name(StrCat("1..", kMaxBatchRows))
       ->capture_default_str();
+  DeclareEngine(app, raw, options);
   app.add_option("--port-file", options.port_file,
                  "write \"control_port data_port\" there once ready, in one go")
       ->type_name("PATH");
@@ -82,7 +130,55 @@ Result<int64_t> ParseInt(const char* option, const std::string& text, int64_t lo
       StrCat(option, " is \"", text, "\", must be a whole number in [", low, ", ", high, "]"));
 }
 
-Status Check(const RawOptions& raw, WorkerOptions& options) {
+Status CheckOneOf(const char* option, const std::string& value,
+                  const std::vector<std::string>& allowed) {
+  if (std::find(allowed.begin(), allowed.end(), value) != allowed.end()) return OkStatus();
+  return InvalidArgumentError(
+      StrCat(option, " is \"", value, "\", must be ", StrJoin(allowed, ", ")));
+}
+
+Status CheckModel(const CLI::App& app, const RawOptions& raw, WorkerOptions& options) {
+  if (options.synthetic.empty()) {
+    if (app.count("--synthetic") > 0) {
+      return CheckOneOf("--synthetic", options.synthetic, SyntheticPresets());
+    }
+    if (app.count("--model") == 0) {
+      return InvalidArgumentError("--model is required (or --synthetic, for random weights)");
+    }
+    if (options.model_path.empty()) {
+      return InvalidArgumentError("--model is empty, must name a file");
+    }
+    if (app.count("--quant") > 0 || app.count("--layers") > 0) {
+      return InvalidArgumentError("--quant and --layers are for --synthetic; a file has its own");
+    }
+    return OkStatus();
+  }
+  if (app.count("--model") > 0) {
+    return InvalidArgumentError(StrCat("--model ", options.model_path, " and --synthetic ",
+                                       options.synthetic, " do not go together; give one"));
+  }
+  RETURN_IF_ERROR(CheckOneOf("--synthetic", options.synthetic, SyntheticPresets()));
+  RETURN_IF_ERROR(CheckOneOf("--quant", options.quant, SyntheticQuants()));
+  if (!raw.layers.empty()) {
+    ASSIGN_OR_RETURN(options.synthetic_layers, ParseInt("--layers", raw.layers, 1, kMaxLayers));
+  }
+  return OkStatus();
+}
+
+Status CheckEngine(const CLI::App& app, const RawOptions& raw, WorkerOptions& options) {
+  RETURN_IF_ERROR(CheckOneOf("--backend", options.backend, {"auto", "cpu", "cuda"}));
+  ASSIGN_OR_RETURN(const int64_t device, ParseInt("--device", raw.device, 0, kMaxDevices - 1));
+  options.device = static_cast<int>(device);
+  if (app.count("--kv-type") > 0) {
+    RETURN_IF_ERROR(CheckOneOf("--kv-type", options.kv_type, {"f32", "bf16"}));
+  }
+  RETURN_IF_ERROR(CheckOneOf("--expert-memory", raw.expert_memory, {"device", "host"}));
+  if (raw.expert_memory == "host") options.expert_memory = ExpertMemory::kHost;
+  return CheckOneOf("--device-transport", options.device_transport,
+                    {"auto", "push", "nccl", "host"});
+}
+
+Status Check(const CLI::App& app, const RawOptions& raw, WorkerOptions& options) {
   auto listen = ParseHostPort(raw.listen);
   if (!listen.ok()) return listen.status().WithContext("--listen");
   options.listen = std::move(listen).value();
@@ -92,7 +188,8 @@ Status Check(const RawOptions& raw, WorkerOptions& options) {
     return InvalidArgumentError(
         StrCat("--data-port and --listen both use port ", data_port, "; choose two"));
   }
-  if (options.model_path.empty()) return InvalidArgumentError("--model is empty, must name a file");
+  RETURN_IF_ERROR(CheckModel(app, raw, options));
+  RETURN_IF_ERROR(CheckEngine(app, raw, options));
   options.num_threads = UsableCores();
   if (!raw.threads.empty()) {
     ASSIGN_OR_RETURN(const int64_t threads, ParseInt("--threads", raw.threads, 1, kMaxThreads));
@@ -146,7 +243,9 @@ Result<std::variant<WorkerOptions, PrintAndExit>> ParseWorkerOptions(int argc,
   } catch (const CLI::ParseError& error) {
     return InvalidArgumentError(StrCat(error.what(), "; see ds4-worker --help"));
   }
-  RETURN_IF_ERROR(Check(raw, options));
+  // Needs nothing else, so that it can be asked before anything is known.
+  if (options.list_devices) return std::variant<WorkerOptions, PrintAndExit>(std::move(options));
+  RETURN_IF_ERROR(Check(app, raw, options));
   return std::variant<WorkerOptions, PrintAndExit>(std::move(options));
 }
 

@@ -40,7 +40,11 @@ struct WorkerInfo {
   int64_t model_bytes = 0;
   int64_t max_context = 0;     // of one session
   int64_t max_batch_rows = 0;  // of one forward pass
-  std::string kernel_isa;
+  std::string backend = "cpu";
+  std::string kernel_isa;      // of the CPU; "cuda" with that backend
+  std::string arithmetic;      // hello.arithmetic: what else must be equal on all ranks
+  int64_t device_bytes = 0;    // free on the device at start; 0: weights live in host memory
+  bool uses_host_too = false;  // experts live in host memory
   int num_threads = 1;
   std::string advertise_host;  // where peers reach the data plane; empty: the address that the
                                // coordinator reached us at

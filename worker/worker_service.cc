@@ -150,11 +150,19 @@ class WorkerService final : public WorkerServiceBase {
     reply.set_max_batch_rows(info_.max_batch_rows);
     reply.set_kernel_isa(info_.kernel_isa);
     reply.set_num_threads(info_.num_threads);
-    reply.set_memory_bytes(FreeMemoryBytes());
+    reply.set_memory_bytes(MemoryBytes());
     reply.set_data_host(info_.advertise_host.empty() ? AddressTowards(peer) : info_.advertise_host);
     reply.set_data_port(info_.data_port);
-    reply.set_backend("cpu");
+    reply.set_backend(info_.backend);
+    reply.set_arithmetic(info_.arithmetic);
     return reply;
+  }
+
+  // Where the weights go.
+  int64_t MemoryBytes() const {
+    const int64_t host = FreeMemoryBytes();
+    if (info_.device_bytes == 0) return host;
+    return info_.device_bytes + (info_.uses_host_too ? host : 0);
   }
 
   const WorkerParts parts_;

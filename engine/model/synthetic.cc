@@ -109,6 +109,62 @@ void AddExpertKeys(const Preset& p, int64_t num_layers, GgufWriter& out) {
   out.AddF32Array(a + "swiglu_clamp_shexp", limits);
 }
 
+// A character of the printable byte alphabet of GPT-2, as UTF-8.
+std::string AlphabetChar(uint32_t code) {
+  if (code < 0x80) return {static_cast<char>(code)};
+  return {static_cast<char>(0xc0 | (code >> 6)), static_cast<char>(0x80 | (code & 0x3f))};
+}
+
+// Bytes that print stand for themselves; the other 68 come from U+0100 on, in order.
+std::vector<std::string> ByteTokens() {
+  std::vector<std::string> tokens;
+  uint32_t next = 0x100;
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    const bool prints = (byte >= 33 && byte <= 126) || (byte >= 161 && byte != 173);
+    tokens.push_back(AlphabetChar(prints ? byte : next++));
+  }
+  return tokens;
+}
+
+// " dabemi": a word of its own for each index below 8 million, so that noise reads like a text.
+std::string WordToken(int64_t index) {
+  constexpr std::string_view kConsonants = "bcdfghjklmnpqrstvwxz";
+  constexpr std::string_view kVowels = "aeiou";
+  std::string word = AlphabetChar(0x120);  // the space
+  for (int i = 0; i < 3; ++i) {
+    word += kConsonants[static_cast<size_t>(index % 20)];
+    index /= 20;
+    word += kVowels[static_cast<size_t>(index % 5)];
+    index /= 5;
+  }
+  return word;
+}
+
+// Enough of a tokeniser for a coordinator: what a chat prompt needs, every byte, and words that
+// only an answer has.
+void AddTokenizer(const Preset& p, GgufWriter& out) {
+  constexpr int32_t kNormal = 1;
+  constexpr int32_t kControl = 3;
+  std::vector<std::string> tokens = {"<｜begin▁of▁sentence｜>",
+                                     "<｜end▁of▁sentence｜>",
+                                     "<｜▁pad▁｜>",
+                                     "<｜User｜>",
+                                     "<｜Assistant｜>",
+                                     "<think>",
+                                     "</think>"};
+  std::vector<int32_t> types(tokens.size(), kControl);
+  for (std::string& token : ByteTokens()) tokens.push_back(std::move(token));
+  for (int64_t i = 0; std::ssize(tokens) < p.vocab_size; ++i) tokens.push_back(WordToken(i));
+  types.resize(tokens.size(), kNormal);
+  out.AddString("tokenizer.ggml.model", "gpt2");
+  out.AddString("tokenizer.ggml.pre", "joyai-llm");
+  out.AddStringArray("tokenizer.ggml.tokens", tokens);
+  out.AddI32Array("tokenizer.ggml.token_type", types);
+  out.AddStringArray("tokenizer.ggml.merges", {});
+  out.AddU32("tokenizer.ggml.bos_token_id", 0);
+  out.AddU32("tokenizer.ggml.eos_token_id", 1);
+}
+
 void AddMetadata(const Preset& p, const std::string& name, int64_t num_layers, GgufWriter& out) {
   const std::string a = "deepseek4.";
   out.AddString("general.architecture", "deepseek4");
@@ -123,6 +179,7 @@ void AddMetadata(const Preset& p, const std::string& name, int64_t num_layers, G
   out.AddU32(a + "hyper_connection.count", 4);
   out.AddU32(a + "hyper_connection.sinkhorn_iterations", 20);
   out.AddF32(a + "hyper_connection.epsilon", 1e-6f);
+  AddTokenizer(p, out);
 }
 
 // "ffn_gate_exps.weight" of "blk.7.ffn_gate_exps.weight".

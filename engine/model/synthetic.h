@@ -24,13 +24,16 @@
 
 namespace ds4 {
 
+// A small byte tokeniser is in the metadata too, so that a coordinator can serve such a model.
+
 // {"flash", "tiny"} and {"q2", "q4", "q8", "mxfp4"}, for option texts.
 std::vector<std::string> SyntheticPresets();
 std::vector<std::string> SyntheticQuants();
 
 // Metadata and tensor directory, no data: what ReadModelConfig and MakeShardPlan need. Its path()
-// names preset, quant and layers. num_layers 0: the preset's; more repeat the pattern of kinds.
-// kInvalidArgument names the value and what it may be.
+// names preset, quant and layers and so tells such models apart, as a digest does for files.
+// num_layers 0: the preset's; more repeat the pattern of kinds. kInvalidArgument names the value
+// and what it may be.
 Result<std::unique_ptr<GgufFile>> MakeSyntheticFile(const std::string& preset,
                                                     const std::string& quant, int64_t num_layers);
 

@@ -109,7 +109,9 @@ class Worker {
                                      "--port-file",
                                      port_file,
                                      "--threads",
-                                     "1"};
+                                     "1",
+                                     "--backend",
+                                     "cpu"};
     args.insert(args.end(), more.begin(), more.end());
     process_ = std::make_unique<Process>(std::move(args));
     const auto deadline = Clock::now() + seconds(20);
@@ -142,10 +144,10 @@ inline std::vector<std::string> CoordinatorArgs(std::vector<std::string> more) {
   return args;
 }
 
-// A whole run of the coordinator with an empty stdin. code -1: it did not end within `limit`.
-inline RunResult RunCoordinator(std::vector<std::string> more, milliseconds limit = seconds(60)) {
+// A whole run of a program with an empty stdin. code -1: it did not end within `limit`.
+inline RunResult RunProgram(std::vector<std::string> args, milliseconds limit = seconds(60)) {
   const auto start = Clock::now();
-  Process process(CoordinatorArgs(std::move(more)));
+  Process process(std::move(args));
   process.CloseStdin();
   RunResult result;
   result.code = process.Wait(limit);
@@ -156,6 +158,11 @@ inline RunResult RunCoordinator(std::vector<std::string> more, milliseconds limi
   result.out = process.out().text();
   result.err = process.err().text();
   return result;
+}
+
+// The coordinator with our model.
+inline RunResult RunCoordinator(std::vector<std::string> more, milliseconds limit = seconds(60)) {
+  return RunProgram(CoordinatorArgs(std::move(more)), limit);
 }
 
 // A text of about `num_words` words that the model can read.

@@ -62,6 +62,20 @@ TEST(ClusterTextTest, ASeedGivesTheSameTextOnAnyNumberOfRanks) {
       false);
 }
 
+// A model without a file: every process makes the same weights for itself.
+TEST(ClusterTextTest, SyntheticModelsAreTheSameEverywhere) {
+  const auto answer = [](const char* ranks) {
+    const RunResult run =
+        RunProgram({Binary("ds4-coordinator"), "--synthetic", "tiny", "--quant", "q8", "--layers",
+                    "3", "--local", ranks, "--prompt", "anything", "-n", "20", "--ignore-eos"});
+    EXPECT_EQ(run.code, 0) << run.err;
+    return run.out;
+  };
+  const std::string one = answer("1");
+  EXPECT_GT(one.size(), 20u);
+  EXPECT_EQ(answer("2"), one);
+}
+
 TEST(ClusterTextTest, AcrossWorkersThatRunAlready) {
   Worker a, b;
   EXPECT_EQ(AnswerOf({"--workers", a.address() + "," + b.address()}), AnswerOfOneRank());

@@ -52,6 +52,24 @@ TEST(MembershipTest, OtherModelBytesAreRefusedWithBothDigests) {
                                       HasSubstr("ours.gguf")));
 }
 
+// Keys of another type or sums in another order give other bits, so the ranks' parts of one sum
+// would not belong together.
+TEST(MembershipTest, RanksMustComputeAlike) {
+  Member first = GoodMember();
+  Member second = GoodMember();
+  EXPECT_TRUE(CheckAlike({first, second}).ok());
+  second.hello.set_arithmetic("kv bf16, sums in lanes in decode");
+  const Status status = CheckAlike({first, second});
+  EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
+  // A hello without the field comes from a build that had the CPU engine only.
+  EXPECT_THAT(status.message(),
+              AllOf(HasSubstr("rank 1 (10.0.0.3:9911): computes with kv bf16"),
+                    HasSubstr("with kv f32, sums in lanes always"), HasSubstr("--kv-type")));
+  first.hello.set_arithmetic("kv f32, sums in lanes always");
+  second.hello.clear_arithmetic();
+  EXPECT_TRUE(CheckAlike({first, second}).ok());
+}
+
 TEST(MembershipTest, LimitsOfTheWorkerAreRefusedWithBothValues) {
   Requirements ours = Ours();
   ours.context = 2049;

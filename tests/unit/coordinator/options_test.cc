@@ -128,6 +128,34 @@ TEST(OptionsTest, RefusesWhatMakesNoSense) {
   EXPECT_THAT(UsageError({"--model", "m", "--local", "2", "--raw"}), HasSubstr("--raw needs"));
 }
 
+TEST(OptionsTest, LocalTakesANumberOrGpus) {
+  const Options number = Parse({"--model", "m", "--local", "12"}).options;
+  EXPECT_EQ(number.local, 12);
+  EXPECT_FALSE(number.local_gpus);
+  const Options gpus = Parse({"--model", "m", "--local", "gpus", "--deterministic"}).options;
+  EXPECT_TRUE(gpus.local_gpus && gpus.deterministic);
+  EXPECT_THAT(UsageError({"--model", "m", "--local", "gpu"}),
+              HasSubstr("--local is \"gpu\", must be from 1 to 64, or gpus"));
+  EXPECT_THAT(UsageError({"--model", "m", "--local", "gpus", "--workers", "a:1"}),
+              HasSubstr("got 2"));
+  EXPECT_THAT(UsageError({"--model", "m", "--local", "gpus", "--backend", "cpu"}),
+              HasSubstr("contradict"));
+  EXPECT_THAT(UsageError({"--model", "m", "--workers", "a:1", "--kv-type", "f32"}),
+              HasSubstr("for the workers that --local starts"));
+}
+
+TEST(OptionsTest, ASyntheticModelStandsInForAFile) {
+  const Options o =
+      Parse({"--synthetic", "flash", "--quant", "q4", "--layers", "3", "--local", "1"}).options;
+  EXPECT_EQ(o.synthetic, "flash");
+  EXPECT_EQ(o.quant, "q4");
+  EXPECT_EQ(o.synthetic_layers, 3);
+  EXPECT_THAT(UsageError({"--model", "m", "--synthetic", "flash", "--local", "1"}),
+              HasSubstr("exactly one of --model and --synthetic; got 2"));
+  EXPECT_THAT(UsageError({"--model", "m", "--layers", "3", "--local", "1"}),
+              HasSubstr("are for --synthetic"));
+}
+
 TEST(OptionsTest, RefusesAddressesThatAreNone) {
   for (const char* bad : {"host", "host:", ":1", "host:0", "host:65536", "host:12x", "a:1,a:1"}) {
     EXPECT_THAT(UsageError({"--model", "m", "--workers", bad}), HasSubstr("--workers")) << bad;

@@ -82,6 +82,49 @@ TEST(WorkerOptions, BadValuesAreNamedWithTheirRange) {
   EXPECT_THAT(ErrorOf({"--model="}), HasSubstr("--model"));
 }
 
+TEST(WorkerOptions, EngineOptionsArrive) {
+  const WorkerOptions defaults = Good({"--model=m.gguf"});
+  EXPECT_EQ(defaults.backend, "auto");
+  EXPECT_EQ(defaults.kv_type, "");
+  EXPECT_EQ(defaults.device_transport, "auto");
+  const WorkerOptions options =
+      Good({"--synthetic=flash", "--quant=mxfp4", "--layers=4", "--backend=cuda", "--device=3",
+            "--kv-type=f32", "--deterministic", "--expert-memory=host", "--device-transport=push"});
+  EXPECT_EQ(options.model_path, "");
+  EXPECT_EQ(options.synthetic, "flash");
+  EXPECT_EQ(options.quant, "mxfp4");
+  EXPECT_EQ(options.synthetic_layers, 4);
+  EXPECT_EQ(options.backend, "cuda");
+  EXPECT_EQ(options.device, 3);
+  EXPECT_EQ(options.kv_type, "f32");
+  EXPECT_TRUE(options.deterministic);
+  EXPECT_EQ(options.expert_memory, ExpertMemory::kHost);
+  EXPECT_EQ(options.device_transport, "push");
+}
+
+TEST(WorkerOptions, EngineOptionsAreRefusedWithWhatTheyMayBe) {
+  EXPECT_EQ(ErrorOf({"--model=m", "--backend=gpu"}),
+            "--backend is \"gpu\", must be auto, cpu, cuda");
+  EXPECT_EQ(ErrorOf({"--model=m", "--device=-1"}),
+            "--device is \"-1\", must be a whole number in [0, 1023]");
+  EXPECT_EQ(ErrorOf({"--model=m", "--kv-type=fp8"}), "--kv-type is \"fp8\", must be f32, bf16");
+  EXPECT_EQ(ErrorOf({"--model=m", "--expert-memory=disk"}),
+            "--expert-memory is \"disk\", must be device, host");
+  EXPECT_EQ(ErrorOf({"--model=m", "--device-transport=tcp"}),
+            "--device-transport is \"tcp\", must be auto, push, nccl, host");
+  EXPECT_EQ(ErrorOf({"--synthetic=pro"}), "--synthetic is \"pro\", must be flash, tiny");
+  EXPECT_EQ(ErrorOf({"--synthetic=flash", "--quant=q3"}),
+            "--quant is \"q3\", must be q2, q4, q8, mxfp4");
+  EXPECT_EQ(ErrorOf({"--synthetic=flash", "--layers=0"}),
+            "--layers is \"0\", must be a whole number in [1, 256]");
+  EXPECT_THAT(ErrorOf({"--model=m", "--synthetic=flash"}), HasSubstr("do not go together"));
+  EXPECT_THAT(ErrorOf({"--model=m", "--quant=q4"}), HasSubstr("are for --synthetic"));
+}
+
+TEST(WorkerOptions, DevicesAreListedWithoutAnythingElse) {
+  EXPECT_TRUE(Good({"--list-devices"}).list_devices);
+}
+
 TEST(WorkerOptions, UnknownAndMissingOptionsAreRefused) {
   EXPECT_THAT(ErrorOf({"--model=m", "--modle=n"}), HasSubstr("--modle=n"));
   EXPECT_THAT(ErrorOf({"--model=m", "stray"}), HasSubstr("stray"));
