@@ -45,11 +45,10 @@ __global__ void __launch_bounds__(kTileThreads, 2) TileSplitKernel(AttentionArgs
   const Shared shared{memory};
   GridDependencyWait();
   const int t = blockIdx.x, split = blockIdx.y, first_head = 16 * blockIdx.z;
-  const RowKeys keys =
-      KeysOfRow(args.params, args.step, t, args.job.picks, args.job.pick_count, args.cache);
+  const RowKeys keys = KeysOfRow(args, t);
   const int first = split * kAttentionSplit;
   if (first >= keys.total) return;
-  LoadKeyTile<kDim>(args, keys, OwnKeyId(keys, first), shared.keys(0));
+  LoadKeyTile<kDim>(args, OwnKeyId(keys, first), shared.keys(0));
   LoadQueries<kDim, Shared::kHeads>(args, t, first_head, shared.query());
   CopyAsyncWait<0>();
   __syncthreads();
@@ -103,8 +102,8 @@ __device__ void PlainQuery(const AttentionArgs& args, int t, int head, float* qu
 __device__ __forceinline__ const void* PlainKey(const AttentionArgs& args, const RowKeys& keys,
                                                 int j) {
   const int id = keys.Id(j), dim = args.params.head_dim;
-  if (args.params.kv_type == KvType::kF32) return KeyAddress<float>(keys, args.cache, dim, id);
-  return KeyAddress<uint16_t>(keys, args.cache, dim, id);
+  if (args.params.kv_type == KvType::kF32) return KeyAddress<float>(args.cache, dim, id);
+  return KeyAddress<uint16_t>(args.cache, dim, id);
 }
 
 // Any head_dim and cache type, float32 throughout: a block for each row, split and head.
@@ -116,8 +115,7 @@ __global__ void __launch_bounds__(kPlainThreads) PlainSplitKernel(AttentionArgs 
   const int t = blockIdx.x, split = blockIdx.y, head = blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int dim = args.params.head_dim;
-  const RowKeys keys =
-      KeysOfRow(args.params, args.step, t, args.job.picks, args.job.pick_count, args.cache);
+  const RowKeys keys = KeysOfRow(args, t);
   const int first = split * kAttentionSplit;
   if (first >= keys.total) return;
   const int count = min(keys.total - first, kAttentionSplit);
@@ -162,8 +160,7 @@ __global__ void __launch_bounds__(kMaxHeadDim / 8) CombineKernel(AttentionArgs a
   const int dim = args.params.head_dim, rope_dim = args.params.rope_dim;
   const int channel = 8 * threadIdx.x;
   const bool active = channel < dim;
-  const RowKeys keys =
-      KeysOfRow(args.params, args.step, t, args.job.picks, args.job.pick_count, args.cache);
+  const RowKeys keys = KeysOfRow(args, t);
   const int used = (keys.total + kAttentionSplit - 1) / kAttentionSplit;
   float max_so_far = -INFINITY, sum_so_far = 0.0f;
   float v[8] = {};

@@ -45,54 +45,54 @@ __device__ __forceinline__ void StoreKvPair(void* data, int64_t index, KvType ty
 }
 
 // The keys of one row in the order of attention.h: window rows by rising position, then compressed
-// rows. A key's id is its ring row, or -1 - w for compressed row w.
+// rows. A key's id is its row r in cache.window, counted over all slots, or -1 - r for row r of
+// cache.compressor.rows: 32 bits, for 2^31 rows fit no device.
 struct RowKeys {
-  int pos = 0;
   int num_window = 0;
   int total = 0;
   int first_ring_row = 0;
   int ring = 0;
-  int64_t window_row = 0;      // of ring row 0, in rows of cache.window
-  int64_t compressed_row = 0;  // of compressed row 0, in rows of cache.compressor.rows
+  int window_row = 0;      // of ring row 0
+  int compressed_row = 0;  // of compressed row 0
   const int32_t* picks = nullptr;
 
   __device__ __forceinline__ int Id(int j) const {
     if (j < num_window) {
       const int row = first_ring_row + j;
-      return row < ring ? row : row - ring;
+      return window_row + (row < ring ? row : row - ring);
     }
     const int w = j - num_window;
-    return -1 - (picks != nullptr ? picks[w] : w);
+    return -1 - compressed_row - (picks != nullptr ? picks[w] : w);
   }
 };
 
 // A row that only fills up the batch (slot -1) reads slot 0; nobody uses what it computes.
-__device__ __forceinline__ RowKeys KeysOfRow(const AttentionParams& params, const StepRows& step,
-                                             int t, const int32_t* picks, const int32_t* pick_count,
-                                             const LayerCache& cache) {
+__device__ __forceinline__ RowKeys KeysOfRow(const AttentionArgs& args, int t) {
+  const AttentionJob& job = args.job;
   RowKeys keys;
-  const int picked = pick_count != nullptr ? pick_count[t] : 0;
-  const int slot = max(step.slot[t], 0);
-  keys.pos = step.pos[t];
-  keys.num_window = min(keys.pos + 1, params.sliding_window);
-  keys.ring = cache.ring;
-  keys.first_ring_row = (keys.pos + 1 - keys.num_window) % cache.ring;
-  keys.window_row = static_cast<int64_t>(slot) * cache.ring;
+  const int picked = job.pick_count != nullptr ? job.pick_count[t] : 0;
+  const int slot = max(args.step.slot[t], 0);
+  const int pos = args.step.pos[t];
+  keys.num_window = min(pos + 1, args.params.sliding_window);
+  keys.ring = args.cache.ring;
+  keys.first_ring_row = (pos + 1 - keys.num_window) % keys.ring;
+  keys.window_row = slot * keys.ring;
   keys.total = keys.num_window;
-  if (params.ratio > 0) {
-    keys.compressed_row = static_cast<int64_t>(slot) * cache.compressor.max_rows;
-    keys.total += picks != nullptr ? picked : (keys.pos + 1) / params.ratio;
-    if (picks != nullptr) keys.picks = picks + static_cast<int64_t>(t) * params.index_top_k;
+  if (args.params.ratio > 0) {
+    keys.compressed_row = slot * args.cache.compressor.max_rows;
+    keys.total += job.picks != nullptr ? picked : (pos + 1) / args.params.ratio;
+    if (job.picks != nullptr) {
+      keys.picks = job.picks + static_cast<int64_t>(t) * args.params.index_top_k;
+    }
   }
   return keys;
 }
 
 // The address of key `id` in caches of elements T.
 template <typename T>
-__device__ __forceinline__ const T* KeyAddress(const RowKeys& keys, const LayerCache& cache,
-                                               int head_dim, int id) {
-  if (id >= 0) return static_cast<const T*>(cache.window) + (keys.window_row + id) * head_dim;
-  return static_cast<const T*>(cache.compressor.rows) + (keys.compressed_row - 1 - id) * head_dim;
+__device__ __forceinline__ const T* KeyAddress(const LayerCache& cache, int head_dim, int id) {
+  if (id >= 0) return static_cast<const T*>(cache.window) + static_cast<int64_t>(id) * head_dim;
+  return static_cast<const T*>(cache.compressor.rows) + static_cast<int64_t>(-1 - id) * head_dim;
 }
 
 // Running softmax: the state after some splits takes in one more.

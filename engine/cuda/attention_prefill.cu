@@ -56,9 +56,8 @@ __global__ void __launch_bounds__(kTileThreads, 1) TileRowsKernel(AttentionArgs 
   const Shared shared{memory};
   GridDependencyWait();
   const int t = blockIdx.x, first_head = Shared::kHeads * blockIdx.y;
-  const RowKeys keys =
-      KeysOfRow(args.params, args.step, t, args.job.picks, args.job.pick_count, args.cache);
-  LoadKeyTile<kDim>(args, keys, OwnKeyId(keys, 0), shared.keys(0));
+  const RowKeys keys = KeysOfRow(args, t);
+  LoadKeyTile<kDim>(args, OwnKeyId(keys, 0), shared.keys(0));
   int next_id = OwnKeyId(keys, kAttentionSplit);  // one tile ahead of its use
   LoadQueries<kDim, Shared::kHeads>(args, t, first_head, shared.query());
 
@@ -73,7 +72,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) TileRowsKernel(AttentionArgs 
     CopyAsyncWait<0>();
     __syncthreads();  // the tile is there, and nobody uses the one before any more
     if (first + kAttentionSplit < keys.total) {
-      LoadKeyTile<kDim>(args, keys, next_id, shared.keys(stage ^ 1));
+      LoadKeyTile<kDim>(args, next_id, shared.keys(stage ^ 1));
       next_id = OwnKeyId(keys, first + 2 * kAttentionSplit);
     }
     ScoreTile<kDim, kHeadTiles>(shared.query(), shared.keys(stage), shared.scores(0),

@@ -136,13 +136,13 @@ __device__ __forceinline__ int OwnKeyId(const RowKeys& keys, int first) {
 
 // Starts the copy of a tile's keys.
 template <int kDim>
-__device__ __forceinline__ void LoadKeyTile(const AttentionArgs& args, const RowKeys& keys,
-                                            int own_id, std::byte* tile) {
+__device__ __forceinline__ void LoadKeyTile(const AttentionArgs& args, int own_id,
+                                            std::byte* tile) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int id = __shfl_sync(kFullMask, own_id, i);
-    const uint16_t* key = KeyAddress<uint16_t>(keys, args.cache, kDim, id);
+    const uint16_t* key = KeyAddress<uint16_t>(args.cache, kDim, id);
 #pragma unroll
     for (int chunk = lane; chunk < kDim / 8; chunk += 32) {
       CopyAsync16(ChunkAt<kDim>(tile, 8 * warp + i, chunk), key + 8 * chunk);
