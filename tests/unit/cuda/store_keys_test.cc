@@ -8,11 +8,11 @@ namespace ds4::cuda::attention_test {
 namespace {
 
 constexpr int kSlots = 3;
-constexpr int kMaxPos = 64;
 
 struct Model {
   AttentionParams params;
   int slack = 0;  // of the rings, over what a step reads
+  int max_pos = 0;
 };
 
 Model SmallModel(int ratio, bool overlap, KvType type) {
@@ -25,13 +25,25 @@ Model SmallModel(int ratio, bool overlap, KvType type) {
   model.params.kv_type = type;
   model.params.index_dim = overlap ? 32 : 0;
   model.slack = 12;
+  model.max_pos = 64;
+  return model;
+}
+
+// Channels and windows as Flash has them: many warps a block.
+Model FullModel(int ratio, bool overlap) {
+  Model model = SmallModel(ratio, overlap, KvType::kBF16);
+  model.params.head_dim = 512;
+  model.params.rope_dim = 64;
+  if (overlap) model.params.index_dim = 128;
+  model.max_pos = 300;
+  model.slack = 140;
   return model;
 }
 
 // Projections and weights of one compressor, and its cache on the device.
 struct Compressor {
   int dim = 0, width = 0;
-  std::vector<float> kv[kSlots], gate[kSlots];  // [kMaxPos][width]
+  std::vector<float> kv[kSlots], gate[kSlots];  // [max_pos][width]
   std::vector<float> ape, norm;
   CompressorCache cache;
 };
@@ -41,7 +53,7 @@ class StoreKeysTest : public testing::Test {
   void Make(const Model& model) {
     model_ = model;
     const AttentionParams& params = model.params;
-    for (auto& kv : kv_) kv = Normal(random_, kMaxPos * params.head_dim);
+    for (auto& kv : kv_) kv = Normal(random_, model_.max_pos * params.head_dim);
     kv_norm_ = Normal(random_, params.head_dim);
     cache_.ring = params.sliding_window + model.slack;
     window_elements_ = static_cast<int64_t>(kSlots) * cache_.ring * params.head_dim;
@@ -60,14 +72,14 @@ class StoreKeysTest : public testing::Test {
     part.dim = dim;
     part.width = halves * dim;
     for (int s = 0; s < kSlots; ++s) {
-      part.kv[s] = Normal(random_, kMaxPos * part.width);
-      part.gate[s] = Normal(random_, kMaxPos * part.width, 2.0f);
+      part.kv[s] = Normal(random_, model_.max_pos * part.width);
+      part.gate[s] = Normal(random_, model_.max_pos * part.width, 2.0f);
     }
     part.ape = Normal(random_, params.ratio * part.width);
     part.norm = Normal(random_, dim);
     CompressorCache& cache = part.cache;
     cache.ring = halves * params.ratio + model_.slack;
-    cache.max_rows = kMaxPos / params.ratio;
+    cache.max_rows = model_.max_pos / params.ratio;
     cache.width = part.width;
     cache.dim = dim;
     const int64_t pending = static_cast<int64_t>(kSlots) * cache.ring * part.width;
@@ -79,7 +91,7 @@ class StoreKeysTest : public testing::Test {
     return static_cast<int64_t>(kSlots) * part.cache.max_rows * part.dim;
   }
 
-  // The rows' parts of [kMaxPos][cols] histories, as a step's projections.
+  // The rows' parts of [max_pos][cols] histories, as a step's projections.
   float* Gather(const std::vector<Row>& rows, const std::vector<float> (&history)[kSlots],
                 int cols) {
     std::vector<float> values;
@@ -252,6 +264,22 @@ TEST_F(StoreKeysTest, OverlappingWindowsInBf16) {
 TEST_F(StoreKeysTest, LongWindowsWithoutOverlap) {
   Make(SmallModel(20, false, KvType::kF32));
   RunSessions();
+}
+
+TEST_F(StoreKeysTest, FullWidthWithOverlap) {
+  Make(FullModel(4, true));
+  StepAndCompare(Run(0, 0, 9));
+  StepAndCompare({{0, 9}, {1, 0}, {0, 10}, {0, 11}});
+}
+
+TEST_F(StoreKeysTest, FullWidthWithLongWindows) {
+  Make(FullModel(128, false));
+  StepAndCompare(Run(0, 0, 130));
+  Step(Run(1, 0, 120));
+  StepAndCompare({{1, 120}, {0, 130}, {1, 121}, {1, 122}, {1, 123}, {0, 131}});
+  StepAndCompare({{1, 124}, {0, 132}, {1, 125}, {1, 126}, {1, 127}});
+  Step(Run(0, 133, 122));
+  StepAndCompare({{0, 255}});
 }
 
 // A token that is stored a second time (a rejected draft, another token at its place) leaves no
