@@ -13,10 +13,16 @@ constexpr int kCombineBatch = 10;  // splits whose loads are in flight at once: 
 // Rows times groups of 16 heads from which rows alone fill the device. Chosen by size, not by
 // device, so that the scratch has one size.
 constexpr int kRowBlocks = 96;
+constexpr int kPlainRows = 32;  // of one launch without tiles
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t HeadGroups(const AttentionParams& params) { return CeilDiv(params.num_heads, 16); }
+
+// Rows that the scratch holds at most.
+int64_t SplitRows(const AttentionParams& params) {
+  return UsesTiles(params) ? CeilDiv(kRowBlocks, HeadGroups(params)) - 1 : kPlainRows;
+}
 
 // Sums over the block's heads of one split: [m][n] as TileSums has them.
 template <int kDim>
@@ -44,7 +50,7 @@ __global__ void __launch_bounds__(kTileThreads, 2) TileSplitKernel(AttentionArgs
   using Shared = TileShared<kDim, 1, 1>;
   const Shared shared{memory};
   GridDependencyWait();
-  const int t = blockIdx.x, split = blockIdx.y, first_head = 16 * blockIdx.z;
+  const int t = args.first_row + blockIdx.x, split = blockIdx.y, first_head = 16 * blockIdx.z;
   const RowKeys keys = KeysOfRow(args, t);
   const int first = split * kAttentionSplit;
   if (first >= keys.total) return;
@@ -112,7 +118,7 @@ __global__ void __launch_bounds__(kPlainThreads) PlainSplitKernel(AttentionArgs 
   __shared__ float query[kMaxHeadDim];
   __shared__ float weights[kAttentionSplit];
   GridDependencyWait();
-  const int t = blockIdx.x, split = blockIdx.y, head = blockIdx.z;
+  const int t = args.first_row + blockIdx.x, split = blockIdx.y, head = blockIdx.z;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int dim = args.params.head_dim;
   const RowKeys keys = KeysOfRow(args, t);
@@ -156,7 +162,7 @@ __global__ void __launch_bounds__(kPlainThreads) PlainSplitKernel(AttentionArgs 
 __global__ void __launch_bounds__(kMaxHeadDim / 8) CombineKernel(AttentionArgs args) {
   LaunchDependents();
   GridDependencyWait();
-  const int t = blockIdx.x, head = blockIdx.y;
+  const int t = args.first_row + blockIdx.x, head = blockIdx.y;
   const int dim = args.params.head_dim, rope_dim = args.params.rope_dim;
   const int channel = 8 * threadIdx.x;
   const bool active = channel < dim;
@@ -237,7 +243,6 @@ void LaunchTileSplits(const LaunchContext& launch, const AttentionArgs& args, in
 }
 
 void LaunchSplits(const LaunchContext& launch, const AttentionArgs& args, int rows) {
-  CHECK(args.splits > 0 && args.job.scratch != nullptr) << args.job.max_keys << " keys at most";
   if (!UsesTiles(args.params)) {
     Launch(launch, dim3(rows, args.splits, args.params.num_heads), dim3(kPlainThreads), 0,
            PlainSplitKernel, args);
@@ -246,6 +251,8 @@ void LaunchSplits(const LaunchContext& launch, const AttentionArgs& args, int ro
   } else {
     LaunchTileSplits<256>(launch, args, rows);
   }
+  const unsigned threads = CeilDiv(args.params.head_dim, 8 * 32) * 32;
+  Launch(launch, dim3(rows, args.params.num_heads), dim3(threads), 0, CombineKernel, args);
 }
 
 }  // namespace
@@ -255,24 +262,23 @@ bool UsesTiles(const AttentionParams& params) {
 }
 
 int64_t AttentionScratchBytes(const AttentionParams& params, int64_t rows, int64_t max_keys) {
-  if (UsesTiles(params)) {
-    rows = std::min(rows, CeilDiv(kRowBlocks, HeadGroups(params)) - 1);
-  }
-  return rows * params.num_heads * CeilDiv(max_keys, kAttentionSplit) *
+  return std::min(rows, SplitRows(params)) * params.num_heads * CeilDiv(max_keys, kAttentionSplit) *
          (params.head_dim * sizeof(float) + sizeof(float2));
 }
 
 void LaunchAttention(const LaunchContext& launch, const AttentionParams& params,
                      const StepRows& step, int rows, const RopeView& rope, const AttentionJob& job,
                      const LayerCache& cache) {
-  const AttentionArgs args = MakeArgs(params, step, rows, rope, job, cache);
-  if (UsesTiles(params) && rows * HeadGroups(params) >= kRowBlocks) {
+  AttentionArgs args = MakeArgs(params, step, rows, rope, job, cache);
+  if (UsesTiles(params) && rows > SplitRows(params)) {
     LaunchTileRows(launch, args, rows);
     return;
   }
-  LaunchSplits(launch, args, rows);
-  const unsigned threads = CeilDiv(params.head_dim, 8 * 32) * 32;
-  Launch(launch, dim3(rows, params.num_heads), dim3(threads), 0, CombineKernel, args);
+  CHECK(args.splits > 0 && job.scratch != nullptr) << job.max_keys << " keys at most";
+  const int batch = static_cast<int>(SplitRows(params));
+  for (; args.first_row < rows; args.first_row += batch) {
+    LaunchSplits(launch, args, std::min(batch, rows - args.first_row));
+  }
 }
 
 void LaunchPrefillAttention(const LaunchContext& launch, const AttentionParams& params,

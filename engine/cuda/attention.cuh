@@ -14,14 +14,15 @@ struct AttentionArgs {
   RopeView rope;
   AttentionJob job;
   LayerCache cache;
-  float scale = 0;  // of scores, 1 / sqrt(head_dim)
+  float scale = 0;    // of scores, 1 / sqrt(head_dim)
+  int first_row = 0;  // of the launch, where the scratch holds fewer rows than the step
   // One split's results, in the scratch.
   int splits = 0;             // room for each row and head
   float* partial = nullptr;   // [rows][heads][splits][head_dim], weighted sums
   float2* softmax = nullptr;  // [rows][heads][splits], (max, sum)
 
   __device__ int64_t SplitIndex(int t, int head, int split) const {
-    return (static_cast<int64_t>(t) * params.num_heads + head) * splits + split;
+    return (static_cast<int64_t>(t - first_row) * params.num_heads + head) * splits + split;
   }
 };
 

@@ -67,6 +67,8 @@ void LaunchIndex(const LaunchContext& launch, const AttentionParams& params, con
 // each split's (max, sum, weighted sum), then splits in rising order, then the sink, so the result
 // does not depend on the other rows. out: rotated back, in the forms of `out`, columns head *
 // head_dim (+ group padding: heads_per_group heads, then PaddedCols). max_keys: bound over the rows.
+// The scratch holds a limited number of rows, whatever `rows` is: with more, the launch needs none or
+// goes through them in batches.
 inline constexpr int kAttentionSplit = 64;
 int64_t AttentionScratchBytes(const AttentionParams& params, int64_t rows, int64_t max_keys);
 struct AttentionJob {
@@ -83,9 +85,9 @@ void LaunchAttention(const LaunchContext& launch, const AttentionParams& params,
                      const StepRows& step, int rows, const RopeView& rope, const AttentionJob& job,
                      const LayerCache& cache);
 
-// The same for many rows (prefill): one block a row and head group, all keys in one pass, tensor
-// cores; only for KvType::kBF16 and head_dim 512 or 256 (else LaunchAttention is used). Needs no
-// scratch.
+// The same for many rows (prefill), the same bits: one block a row and head group, all keys in one
+// pass, tensor cores, no scratch; only for KvType::kBF16 and head_dim 512 or 256 (else
+// LaunchAttention is used).
 void LaunchPrefillAttention(const LaunchContext& launch, const AttentionParams& params,
                             const StepRows& step, int rows, const RopeView& rope,
                             const AttentionJob& job, const LayerCache& cache);

@@ -335,7 +335,7 @@ TEST(AttentionTest, GroupsWithPadding) {
 }
 // Three batches of the splits that are put together at once.
 TEST(AttentionTest, ManySplits) {
-  RunAndCompare(MakeProblem(2, 64, KvType::kF32, 128, 1, 0, {{0, 700}, {1, 5}}));
+  RunAndCompare(MakeProblem(2, 64, KvType::kF32, 128, 1, 0, {{0, 1400}, {1, 5}}));
 }
 
 TEST(AttentionTest, TilesOfOneSplit) {
@@ -377,18 +377,22 @@ TEST(AttentionTest, ManyRowsOfFullHeadsGiveTheBitsOfFew) {
   }
 }
 
-// From some number of rows on the launch changes kernels; the rows do not notice.
+// From some number of rows on a launch takes another kernel, or goes through its rows in batches;
+// the rows do not notice.
 TEST(AttentionTest, LargeBatchesGiveTheBitsOfSmallOnes) {
   std::vector<Row> rows;
   for (int t = 0; t < 100; ++t) rows.push_back({t % kSlots, 3 * t});
-  Problem problem = MakeProblem(2, 256, KvType::kBF16, 70, 8, 0, rows);
-  const Output all = Attend(problem, Kernel::kFewRows);
-  for (const int t : {0, 41, 99}) {
-    Problem single = RowsOf(problem, {t});
-    const Output alone = Attend(single, Kernel::kFewRows);
-    EXPECT_EQ(0, std::memcmp(alone.f32.data(), all.f32.data() + t * problem.cols(),
-                             problem.cols() * sizeof(float)))
-        << "row " << t;
+  for (const int head_dim : {64, 256}) {
+    SCOPED_TRACE(testing::Message() << head_dim << " channels");
+    Problem problem = MakeProblem(2, head_dim, KvType::kBF16, 70, 8, 0, rows);
+    const Output all = Attend(problem, Kernel::kFewRows);
+    for (const int t : {0, 41, 99}) {
+      Problem single = RowsOf(problem, {t});
+      const Output alone = Attend(single, Kernel::kFewRows);
+      EXPECT_EQ(0, std::memcmp(alone.f32.data(), all.f32.data() + t * problem.cols(),
+                               problem.cols() * sizeof(float)))
+          << "row " << t;
+    }
   }
 }
 
