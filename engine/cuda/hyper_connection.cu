@@ -1,16 +1,15 @@
 // Streams: embedding, mixing, collapse; and the small row operations around them.
 //
-// A site's end (HcPost) has one thread a column of a part; it keeps fn's values of its column for all
-// streams in registers, so a tile of rows reads fn once. A site's start (HcPre) has one block a row:
-// every warp works out the same few mixes from the partials, then the streams that were loaded
+// A site's end (HcPost) has one thread a column of a part; it keeps fn's values of its column for
+// all streams in registers, so a tile of rows reads fn once. A site's start (HcPre) has one block a
+// row: every warp works out the same few mixes from the partials, then the streams that were loaded
 // meanwhile collapse and are normed, while one warp more balances comb (Sinkhorn), which only the
 // site's end needs.
-#include "engine/cuda/hyper_connection.h"
-
 #include <algorithm>
 #include <cmath>
 
 #include "engine/base/check.h"
+#include "engine/cuda/hyper_connection.h"
 #include "engine/cuda/quantize.cuh"
 #include "engine/cuda/simt.h"
 
@@ -36,8 +35,8 @@ struct HcShape {
   float norm_eps = 0;
 };
 
-// The tree of AddRoots for the device: after root i, merges[i] times the two topmost sums of a stack
-// become one.
+// The tree of AddRoots for the device: after root i, merges[i] times the two topmost sums of a
+// stack become one.
 struct RootProgram {
   int count = 0;
   const float* data[RootSet::kMax] = {};
@@ -69,7 +68,8 @@ __device__ __forceinline__ void LoadMixColumnOf(const PlainMatrix& fn, const HcS
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
       const bool there = i < fn.rows && j < shape.streams && d < shape.dim;
-      const int64_t at = static_cast<int64_t>(i) * fn.cols + static_cast<int64_t>(j) * shape.dim + d;
+      const int64_t at =
+          static_cast<int64_t>(i) * fn.cols + static_cast<int64_t>(j) * shape.dim + d;
       w[i][j] = there ? PlainValue<kType>(fn.data, at) : 0.0f;
     }
   }
@@ -87,8 +87,8 @@ __device__ __forceinline__ void LoadMixColumn(const PlainMatrix& fn, const HcSha
   }
 }
 
-// One step of WarpSumEach: lanes whose bit kHalf is set go on with the upper half of the values, the
-// others with the lower half.
+// One step of WarpSumEach: lanes whose bit kHalf is set go on with the upper half of the values,
+// the others with the lower half.
 template <int kHalf>
 __device__ __forceinline__ void FoldValues(int lane, float (&v)[kPartialSlots]) {
   const bool upper = (lane & kHalf) != 0;
@@ -228,7 +228,8 @@ __global__ void __launch_bounds__(kPartCols)
   GridDependencyWait();
   const int end = min(rows, (static_cast<int>(blockIdx.y) + 1) * tile);
   int turn = 0;
-  for (int first = static_cast<int>(blockIdx.y) * tile; first < end; first += kRowBatch, turn ^= 1) {
+  for (int first = static_cast<int>(blockIdx.y) * tile; first < end;
+       first += kRowBatch, turn ^= 1) {
     const int count = min(kRowBatch, end - first);
     float* at = streams + static_cast<int64_t>(first) * shape.streams * shape.dim + d;
     float x[kRowBatch][kStreams], s[kRowBatch];
@@ -284,7 +285,8 @@ __global__ void __launch_bounds__(kPartCols)
   GridDependencyWait();
   const int end = min(rows, (static_cast<int>(blockIdx.y) + 1) * tile);
   int turn = 0;
-  for (int first = static_cast<int>(blockIdx.y) * tile; first < end; first += kRowBatch, turn ^= 1) {
+  for (int first = static_cast<int>(blockIdx.y) * tile; first < end;
+       first += kRowBatch, turn ^= 1) {
     const int count = min(kRowBatch, end - first);
 #pragma unroll
     for (int u = 0; u < kRowBatch; ++u) {
@@ -407,8 +409,8 @@ struct Factors {
 // One normalisation of `matrix[i][j] * own.scale[i] * other.scale[j] / (denominators)` over j: each
 // row divided by its sum + eps. With d_i = own_i * sum_j matrix[i][j] other_j + eps * denominators
 // that is own_i := own_i * other.denominator / d_i, written over the common denominator d_0 d_1 d_2
-// d_3, and brought back to the size of 1 by a power of two. d / denominators lies in [eps, H + eps],
-// so nothing leaves the range of float32.
+// d_3, and brought back to the size of 1 by a power of two. d / denominators lies in [eps, H +
+// eps], so nothing leaves the range of float32.
 template <typename Entry>
 __device__ __forceinline__ void Normalise(int streams, float eps, const Factors& other,
                                           Factors& own, Entry matrix) {
@@ -433,53 +435,59 @@ __device__ __forceinline__ void Normalise(int streams, float eps, const Factors&
   own.denominator = product * unit;
 }
 
-// Sinkhorn in the order of spec 2.2, step 4: softmax of the rows, + eps, columns, then rows and
-// columns in turn. z: lane 2H + H i + j holds C[i][j]; returns comb[i][j] in lane H i + j. The
-// latency of this chain bounds the kernel, so all lanes carry the whole matrix, and the matrix stays
-// as it is while factors of its rows and columns move.
-__device__ __forceinline__ float Sinkhorn(float z, int streams, int iterations, float eps) {
+// A matrix that Sinkhorn balances, entry (i, j) times the factors of row i and column j. The
+// latency of this chain bounds HcPre, so all lanes carry the whole matrix: no step has a shuffle.
+struct Balance {
   float c[kStreams][kStreams];
   Factors row, column;
+};
+
+// Softmax of each row, + eps. z: lane 2H + H i + j holds C[i][j].
+__device__ __forceinline__ void StartSinkhorn(float z, int streams, float eps, Balance& m) {
+  float sums[kStreams];
 #pragma unroll
   for (int i = 0; i < kStreams; ++i) {
     float top = -INFINITY;
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
-      c[i][j] = __shfl_sync(kFullMask, z, (streams * (2 + i) + j) % kWarpSize);
-      if (j < streams) top = fmaxf(top, c[i][j]);
+      m.c[i][j] = __shfl_sync(kFullMask, z, (streams * (2 + i) + j) % kWarpSize);
+      if (j < streams) top = fmaxf(top, m.c[i][j]);
     }
     float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
-      c[i][j] = i < streams && j < streams ? expf(c[i][j] - top) : 0.0f;
-      sum += c[i][j];
+      m.c[i][j] = i < streams && j < streams ? expf(m.c[i][j] - top) : 0.0f;
+      sum += m.c[i][j];
     }
-    // (e / sum + eps) = (e + eps * sum) / sum: the division becomes the row's first factor.
-    row.scale[i] = i < streams ? sum : 1.0f;
+    // e / sum + eps = (e + eps * sum) / sum: the division becomes the row's first factor.
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
-      if (i < streams && j < streams) c[i][j] = fmaf(eps, sum, c[i][j]);
+      if (i < streams && j < streams) m.c[i][j] = fmaf(eps, sum, m.c[i][j]);
     }
-    column.scale[i] = 1.0f;
+    sums[i] = i < streams ? sum : 1.0f;
+    m.column.scale[i] = 1.0f;
   }
-  const float low = row.scale[0] * row.scale[1], high = row.scale[2] * row.scale[3];
-  row.denominator = low * high;
-  const float s0 = row.scale[0], s2 = row.scale[2];
-  row.scale[0] = row.scale[1] * high;
-  row.scale[1] = s0 * high;
-  row.scale[2] = low * row.scale[3];
-  row.scale[3] = low * s2;
-  column.denominator = 1.0f;
+  const float low = sums[0] * sums[1], high = sums[2] * sums[3];
+  m.row.scale[0] = sums[1] * high;
+  m.row.scale[1] = sums[0] * high;
+  m.row.scale[2] = low * sums[3];
+  m.row.scale[3] = low * sums[2];
+  m.row.denominator = low * high;
+  m.column.denominator = 1.0f;
+}
 
-  const auto by_row = [&c](int i, int j) { return c[i][j]; };
-  const auto by_column = [&c](int j, int i) { return c[i][j]; };
-  Normalise(streams, eps, row, column, by_column);
+// The rest of spec 2.2, step 4: columns, then rows and columns in turn. Lane H i + j gets
+// comb[i][j].
+__device__ __forceinline__ float FinishSinkhorn(int streams, int iterations, float eps,
+                                                Balance& m) {
+  const auto by_row = [&m](int i, int j) { return m.c[i][j]; };
+  const auto by_column = [&m](int j, int i) { return m.c[i][j]; };
+  Normalise(streams, eps, m.row, m.column, by_column);
 #pragma unroll 1
   for (int n = 1; n < iterations; ++n) {
-    Normalise(streams, eps, column, row, by_row);
-    Normalise(streams, eps, row, column, by_column);
+    Normalise(streams, eps, m.column, m.row, by_row);
+    Normalise(streams, eps, m.row, m.column, by_column);
   }
-
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   float entry = 0.0f;
 #pragma unroll
@@ -487,11 +495,11 @@ __device__ __forceinline__ float Sinkhorn(float z, int streams, int iterations, 
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
       if (i < streams && j < streams && lane == streams * i + j) {
-        entry = c[i][j] * (row.scale[i] * column.scale[j]);
+        entry = m.c[i][j] * (m.row.scale[i] * m.column.scale[j]);
       }
     }
   }
-  return entry / (row.denominator * column.denominator);
+  return entry / (m.row.denominator * m.column.denominator);
 }
 
 // This thread's warp's share of the partials: lane i adds slot i of parts warp, warp + 8, ...; the
@@ -523,15 +531,16 @@ __device__ __forceinline__ float AddPartials(const float* partial, int parts, in
   return sum;
 }
 
-__device__ __forceinline__ float AddWarpShares(const float (&shares)[kPartialWarps][kPartialSlots]) {
+__device__ __forceinline__ float AddWarpShares(
+    const float (&shares)[kPartialWarps][kPartialSlots]) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const float a = shares[0][lane] + shares[1][lane], b = shares[2][lane] + shares[3][lane];
   const float c = shares[4][lane] + shares[5][lane], d = shares[6][lane] + shares[7][lane];
   return (a + b) + (c + d);
 }
 
-// kHead: only pre, of the chosen rows. Else the last warp of the block has no columns: it finds post
-// and comb.
+// kHead: only pre, of the chosen rows. Else the last warp of the block has no columns: it finds
+// post and comb.
 template <bool kHead>
 __global__ void __launch_bounds__(kMaxRowThreads)
     HcPreKernel(HcShape shape, int rows, const int32_t* row_index, const float* streams,
@@ -568,7 +577,8 @@ __global__ void __launch_bounds__(kMaxRowThreads)
   __syncthreads();
 
   const float total = AddWarpShares(shares);
-  const float mean = __shfl_sync(kFullMask, total, kSquaresSlot) / static_cast<float>(h * shape.dim);
+  const float mean =
+      __shfl_sync(kFullMask, total, kSquaresSlot) / static_cast<float>(h * shape.dim);
   const float z = fmaf(total * (1.0f / sqrtf(mean + shape.norm_eps)), scale, base);
   const float gate = Logistic(z);
   float v[kThreadCols] = {};
@@ -586,15 +596,19 @@ __global__ void __launch_bounds__(kMaxRowThreads)
   if (has_columns) LoadColumns(norm_weight, c, shape.dim, true, weight);
   const float square = WarpSum(SumOfSquares(v));
   if (worker && lane == 0) squares[warp] = square;
+  Balance balance;
+  if constexpr (!kHead) {
+    if (!worker) StartSinkhorn(z, h, shape.hc_eps, balance);
+  }
   __syncthreads();
 
   if (worker) {
     const float mean_square = SumOfWarps(squares, num_workers) / static_cast<float>(shape.dim);
     ScaleColumns(1.0f / sqrtf(mean_square + shape.norm_eps), weight, v);
     if (c < out.cols) StoreForms(out, t, c, v);
-  } else {
+  } else if constexpr (!kHead) {
     if (lane >= h && lane < 2 * h) mix.post[t * h + lane - h] = 2.0f * gate;
-    const float comb = Sinkhorn(z, h, shape.iterations, shape.hc_eps);
+    const float comb = FinishSinkhorn(h, shape.iterations, shape.hc_eps, balance);
     if (lane < h * h) mix.comb[t * h * h + lane] = comb;
   }
 }
@@ -627,8 +641,8 @@ __global__ void __launch_bounds__(kFormThreads)
   LaunchDependents();
   GridDependencyWait();
   const int t = static_cast<int>(blockIdx.x);
-  const int c = (static_cast<int>(blockIdx.y) * kFormThreads + static_cast<int>(threadIdx.x)) *
-                kThreadCols;
+  const int c =
+      (static_cast<int>(blockIdx.y) * kFormThreads + static_cast<int>(threadIdx.x)) * kThreadCols;
   if (c >= out.cols) return;  // whole warps: columns come in 256s
   const int segment = c / padded_cols;
   const float* from = x + t * stride + static_cast<int64_t>(segment) * segment_cols;
@@ -661,8 +675,8 @@ HcShape ShapeOf(const HcParams& params) {
   CHECK(params.hidden_dim >= 1 && params.hidden_dim % kThreadCols == 0)
       << "hidden_dim " << params.hidden_dim << " is no multiple of " << kThreadCols;
   CHECK(params.sinkhorn_iterations >= 1) << params.sinkhorn_iterations << " Sinkhorn iterations";
-  return {params.num_streams, params.hidden_dim, NumParts(params), params.sinkhorn_iterations,
-          params.hc_eps, params.norm_eps};
+  return {params.num_streams,         params.hidden_dim, NumParts(params),
+          params.sinkhorn_iterations, params.hc_eps,     params.norm_eps};
 }
 
 void CheckFn(const HcShape& shape, const PlainMatrix& fn) {
@@ -707,9 +721,8 @@ RootProgram ProgramOf(const RootSet& roots) {
       << roots.num_lanes << " lanes are no power of two";
   RootProgram program;
   PlanRoots(roots, 0, roots.num_lanes, program);
-  CHECK(program.count == roots.count)
-      << roots.count << " roots, but " << program.count << " cover the " << roots.num_lanes
-      << " lanes";
+  CHECK(program.count == roots.count) << roots.count << " roots, but " << program.count
+                                      << " cover the " << roots.num_lanes << " lanes";
   return program;
 }
 
@@ -732,8 +745,8 @@ bool VectorsFit(const float* x, int64_t stride, int cols) {
 
 }  // namespace
 
-void LaunchEmbed(const LaunchContext& launch, const HcParams& params, const StepRows& step, int rows,
-                 DType dtype, const std::byte* embedding, const PlainMatrix& next_fn,
+void LaunchEmbed(const LaunchContext& launch, const HcParams& params, const StepRows& step,
+                 int rows, DType dtype, const std::byte* embedding, const PlainMatrix& next_fn,
                  float* streams, float* partial) {
   const HcShape shape = ShapeOf(params);
   CheckFn(shape, next_fn);
@@ -745,8 +758,9 @@ void LaunchEmbed(const LaunchContext& launch, const HcParams& params, const Step
          step.token, dtype, embedding, BytesFor(dtype, shape.dim), next_fn, streams, partial);
 }
 
-void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows, const RootSet& roots,
-                  const HcMix& mix, const PlainMatrix& next_fn, float* streams, float* partial) {
+void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows,
+                  const RootSet& roots, const HcMix& mix, const PlainMatrix& next_fn,
+                  float* streams, float* partial) {
   const HcShape shape = ShapeOf(params);
   CheckFn(shape, next_fn);
   const int tile = RowTile(launch, shape.parts, rows);

@@ -39,23 +39,23 @@ struct HcMix {
 
 // Sums of squares and dot products of the streams with fn, in parts by columns, for the next site:
 // partial[(part * rows + t) * 32 + i], i < fn.rows dot products, i = 31 the sum of squares.
-// Parts are ranges of kPartCols columns d of all streams, so the order of additions depends on D only.
+// Parts are ranges of kPartCols columns d of all streams, so the order of additions depends on D
+// only. D: a multiple of 8, up to 7936.
 inline constexpr int kPartCols = 64;
 inline int NumParts(const HcParams& params) {
   return (params.hidden_dim + kPartCols - 1) / kPartCols;
 }
 
-// streams[t][h][:] = embedding row of token[t] for all h (embedding: any packed... row-major file
-// layout: F32, F16, BF16 or Q8_0 GGUF blocks, row r at data + r * BytesFor(dtype, D)), and the
-// partials for the first site's fn.
-void LaunchEmbed(const LaunchContext& launch, const HcParams& params, const StepRows& step, int rows,
-                 DType dtype, const std::byte* embedding, const PlainMatrix& next_fn,
+// streams[t][h][:] = embedding row of token[t] for all h, and the partials for the first site's fn.
+// embedding: rows as in the file, F32, F16, BF16 or Q8_0 blocks, row r at r * BytesFor(dtype, D).
+void LaunchEmbed(const LaunchContext& launch, const HcParams& params, const StepRows& step,
+                 int rows, DType dtype, const std::byte* embedding, const PlainMatrix& next_fn,
                  float* streams, float* partial);
 
 // Ends a site and prepares the next: streams[t][k] = post[k] * s[t] + sum_j comb[j][k] *
-// streams[t][j], s = the lane tree's total of the roots of all ranks (num_roots vectors
-// [rows][D], one pointer each, in lane order; sizes[i] lanes each; added as AddRoots does), then
-// the partials with next_fn (of the next site, or the head's). In place.
+// streams[t][j], s = the lane tree's total of the roots of all ranks (`count` vectors [rows][D] in
+// lane order, added as AddRoots does), then the partials with next_fn (of the next site, or the
+// head's). In place.
 struct RootSet {
   static constexpr int kMax = 16;
   int count = 0;
@@ -64,8 +64,9 @@ struct RootSet {
   int size[kMax] = {};   // lanes of each
   int num_lanes = 1;
 };
-void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows, const RootSet& roots,
-                  const HcMix& mix, const PlainMatrix& next_fn, float* streams, float* partial);
+void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows,
+                  const RootSet& roots, const HcMix& mix, const PlainMatrix& next_fn,
+                  float* streams, float* partial);
 
 // Starts a site: mixes from the partials, collapsed c = sum_h pre_h X_h, x = norm_weight * R(c) in
 // the forms that `x` has, post and comb for the site's end. One result for any number of rows.
@@ -79,12 +80,12 @@ void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,
                   const HcWeights& weights, const float* norm_weight, const ActivationView& out);
 
 // out = weight * R(x), x: [rows][stride], `cols` values (weight may be null), in the forms of `out`
-// at columns 0..cols-1; padding columns get zeros.
+// at columns 0..cols-1; padding columns get zeros. out.cols up to 8192.
 void LaunchRmsNorm(const LaunchContext& launch, const float* x, int64_t stride, int rows, int cols,
                    const float* weight, float eps, const ActivationView& out);
 
-// `segments` runs of `segment_cols` values at x + t * stride + s * segment_cols, into out's segments
-// of PaddedCols(segment_cols) columns, in the forms of `out`.
+// `segments` runs of `segment_cols` values at x + t * stride + s * segment_cols, into out's
+// segments of PaddedCols(segment_cols) columns, in the forms of `out`.
 void LaunchFormActivation(const LaunchContext& launch, const float* x, int64_t stride, int rows,
                           int segments, int segment_cols, const ActivationView& out);
 

@@ -1,7 +1,7 @@
-// Goal: mixing of streams, norms, embedding and rotary tables on the device do what spec 2.1-2.4 say,
-// add lane roots as the host does, and give a row the same bits alone and in a batch.
-// Method: small random cases with odd sizes against sums in double; AddRoots, RopeAngles and the
-// plain dequantise of the host where results must be equal.
+// Goal: mixing of streams, norms, embedding and rotary tables on the device do what spec 2.1-2.4
+// say, add lane roots as the host does, and give a row the same bits alone and in a batch. Method:
+// small random cases with odd sizes against sums in double; AddRoots, RopeAngles and the plain
+// dequantise of the host where results must be equal.
 #include "engine/cuda/hyper_connection.h"
 
 #include <gtest/gtest.h>
@@ -126,10 +126,9 @@ TEST(HyperConnectionTest, PostMixesTheResultInAndLeavesPartials) {
     DType dtype;
     int mixes;
   };
-  for (const Case& c :
-       {Case{4, 64, 1, DType::kF32, 0}, Case{4, 200, 9, DType::kF16, 0},
-        Case{2, 136, 3, DType::kBF16, 0}, Case{3, 64, 2, DType::kF32, 0},
-        Case{1, 72, 5, DType::kF16, 0}, Case{4, 128, 6, DType::kF16, 4}}) {
+  for (const Case& c : {Case{4, 64, 1, DType::kF32, 0}, Case{4, 200, 9, DType::kF16, 0},
+                        Case{2, 136, 3, DType::kBF16, 0}, Case{3, 64, 2, DType::kF32, 0},
+                        Case{1, 72, 5, DType::kF16, 0}, Case{4, 128, 6, DType::kF16, 4}}) {
     SCOPED_TRACE(testing::Message() << c.h << " streams of " << c.d << ", " << c.rows << " rows");
     TestDevice device;
     const Site site(c.h, c.d, c.rows, c.dtype, 7, c.mixes);
@@ -154,8 +153,8 @@ TEST(HyperConnectionTest, PostMixesTheResultInAndLeavesPartials) {
 
 TEST(HyperConnectionTest, PostAddsRootsInTheOrderOfTheLaneTree) {
   // With post = 1 and comb = 0 the new streams are the total itself.
-  for (const auto& [lanes, world] : {std::pair{8, 1}, {8, 2}, {8, 3}, {8, 5}, {8, 8}, {8, 7},
-                                     {16, 16}, {16, 5}, {1, 1}}) {
+  for (const auto& [lanes, world] :
+       {std::pair{8, 1}, {8, 2}, {8, 3}, {8, 5}, {8, 8}, {8, 7}, {16, 16}, {16, 5}, {1, 1}}) {
     SCOPED_TRACE(testing::Message() << lanes << " lanes over " << world << " ranks");
     TestDevice device;
     Site site(4, 72, 3, DType::kF32, 11);
@@ -209,8 +208,8 @@ TEST(HyperConnectionTest, PostGivesARowTheSameBitsAloneAndInABatch) {
     EXPECT_EQ(0, std::memcmp(alone.streams.data(), &batch.streams[int64_t{t} * 4 * 136],
                              alone.streams.size() * 4));
     for (int part = 0; part < NumParts(site.params); ++part) {
-      EXPECT_EQ(0, std::memcmp(&alone.partial[part * 32], &batch.partial[(part * 11 + t) * 32],
-                               32 * 4));
+      EXPECT_EQ(
+          0, std::memcmp(&alone.partial[part * 32], &batch.partial[(part * 11 + t) * 32], 32 * 4));
     }
   }
 }
@@ -251,7 +250,8 @@ Mixes MixesInDouble(const Site& site, int t) {
   const float* x = &site.streams[t * flat];
   double squares = 0;
   for (int64_t k = 0; k < flat; ++k) squares += double{x[k]} * x[k];
-  const double inverse = 1.0 / std::sqrt(squares / static_cast<double>(flat) + site.params.norm_eps);
+  const double inverse =
+      1.0 / std::sqrt(squares / static_cast<double>(flat) + site.params.norm_eps);
   Mixes out;
   for (int i = 0; i < site.mixes; ++i) {
     double dot = 0;
@@ -289,8 +289,13 @@ struct Forms {
     const std::vector<uint8_t> garbage(padded * cols * 4, 0xcd);
     f32 = device.Upload(garbage), q = device.Upload(garbage), scale = device.Upload(garbage);
     sums = device.Upload(garbage), bf16 = device.Upload(garbage);
-    view = {rows,           cols, f32.as<float>(), q.as<uint64_t>(), scale.as<float>(),
-            sums.as<float>(), bf16.as<uint16_t>()};
+    view = {rows,
+            cols,
+            f32.as<float>(),
+            q.as<uint64_t>(),
+            scale.as<float>(),
+            sums.as<float>(),
+            bf16.as<uint16_t>()};
   }
   DeviceBuffer f32, q, scale, sums, bf16;
   ActivationView view;
