@@ -1,9 +1,9 @@
 // From logits to what the host or the next step needs, on the device.
 #pragma once
 
-#include "engine/cuda/launch.h"
-
 #include <cstdint>
+
+#include "engine/cuda/launch.h"
 
 namespace ds4::cuda {
 
@@ -17,15 +17,15 @@ struct GreedyChoice {
 inline constexpr int kMaxVocabLanes = 16;
 
 // logits: [rows][stride]; this rank's vocabulary is first_id, first_id + 1, ..., cut into num_lanes
-// lanes at lane_begin[0..num_lanes] (device). choice: [rows]; lane_max (float) and lane_sum (double):
-// [rows][num_lanes], per lane the maximum and sum of e^(logit - max), in one fixed order.
+// lanes at lane_begin[0..num_lanes] (device). choice: [rows]; lane_max (float) and lane_sum
+// (double): [rows][num_lanes], per lane the maximum and sum of e^(logit - max), in one fixed order.
 void LaunchGreedy(const LaunchContext& launch, const float* logits, int64_t stride, int rows,
                   int32_t first_id, const int32_t* lane_begin, int num_lanes, GreedyChoice* choice,
                   float* lane_max, double* lane_sum, std::byte* scratch);
 int64_t GreedyScratchBytes(int rows);
 
-// One step of a queue of decode steps: the record that the host reads (pinned, mapped), and the next
-// step's rows: token = choice, pos += 1 (idle rows stay). record: [rows] at ring place
+// One step of a queue of decode steps: the record that the host reads (pinned, mapped), and the
+// next step's rows: token = choice, pos += 1 (idle rows stay). record: [rows] at ring place
 // *step_counter mod ring_steps; then a fence and record_flags[place] = *step_counter + 1; then
 // *step_counter += 1. One block.
 struct TokenRecord {
@@ -38,9 +38,9 @@ struct DecodeQueue {
   int32_t* token = nullptr;  // [rows], the StepRows arrays
   int32_t* pos = nullptr;
   const int32_t* slot = nullptr;
-  TokenRecord* record = nullptr;      // [ring_steps][rows], pinned
-  uint32_t* record_flags = nullptr;   // [ring_steps], pinned
-  uint32_t* step_counter = nullptr;   // [1], device
+  TokenRecord* record = nullptr;     // [ring_steps][rows], pinned
+  uint32_t* record_flags = nullptr;  // [ring_steps], pinned
+  uint32_t* step_counter = nullptr;  // [1], device
   int ring_steps = 0;
   int32_t last_pos = 0;  // rows do not move past it
 };
