@@ -1,14 +1,14 @@
 // The indexer's choice of compressed rows: scores of all visible rows, then the best of them.
 //
 // Scores. A block has some rows (queries) and a run of keys. On bf16 caches of 128 channels matrix
-// instructions find them: a warp holds 32 keys in registers as the left operand, and one row's heads
-// after another come from shared memory as the right one, already rotated and rounded to bf16.
-// Columns are dealt to the instructions so that a lane's values of 32 columns are 16 bytes in a row:
-// both sides use the same deal, so the dot products are the same sums. Any other shape takes the
-// plain kernel, a thread a key.
+// instructions find them: a warp holds 32 keys in registers as the left operand, and one row's
+// heads after another come from shared memory as the right one, already rotated and rounded to
+// bf16. Columns are dealt to the instructions so that a lane's values of 32 columns are 16 bytes in
+// a row: both sides use the same deal, so the dot products are the same sums. Any other shape takes
+// the plain kernel, a thread a key.
 //
-// Choice. A block a row: four passes over bytes of the scores find the k-th largest, then everything
-// above it and the first of its equals are written in rising order.
+// Choice. A block a row: four passes over bytes of the scores find the k-th largest, then
+// everything above it and the first of its equals are written in rising order.
 #include <algorithm>
 #include <cmath>
 
@@ -70,8 +70,8 @@ constexpr int64_t ScoreSharedBytes(int heads, int rows) {
   return static_cast<int64_t>(rows) * (QueryBytes(heads) + heads * 4);
 }
 
-// One row into shared memory: unit (n, group, lane 4g + t) is 16 bytes, columns 32 group + 8t..+7 of
-// head 8n + g.
+// One row into shared memory: unit (n, group, lane 4g + t) is 16 bytes, columns 32 group + 8t..+7
+// of head 8n + g.
 __device__ __forceinline__ void StageQuery(const IndexArgs& args, int t, uint4* query,
                                            float* weights) {
   const int heads = args.params.index_heads;
@@ -117,38 +117,53 @@ __device__ __forceinline__ void LoadKeys(const IndexArgs& args, int slot, int fi
   }
 }
 
-// d += the warp's keys times eight heads, 32 columns.
-__device__ __forceinline__ void Multiply(const WarpKeys& keys, int m, int group, uint4 b,
-                                         float (&d)[4]) {
-  const uint4 lo = keys.row[m][0][group], hi = keys.row[m][1][group];
-  const uint32_t a0[4] = {lo.x, hi.x, lo.y, hi.y}, b0[2] = {b.x, b.y};
-  const uint32_t a1[4] = {lo.z, hi.z, lo.w, hi.w}, b1[2] = {b.z, b.w};
-  MmaBf16(d, a0, b0);
-  MmaBf16(d, a1, b1);
+// d[m] += tile m of the warp's keys times eight heads, columns 32 group..+31.
+__device__ __forceinline__ void Multiply(const WarpKeys& keys, int group, uint4 b,
+                                         float (&d)[2][4]) {
+  const uint32_t b0[2] = {b.x, b.y}, b1[2] = {b.z, b.w};
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    const uint4 lo = keys.row[m][0][group], hi = keys.row[m][1][group];
+    const uint32_t a[4] = {lo.x, hi.x, lo.y, hi.y};
+    MmaBf16(d[m], a, b0);
+  }
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    const uint4 lo = keys.row[m][0][group], hi = keys.row[m][1][group];
+    const uint32_t a[4] = {lo.z, hi.z, lo.w, hi.w};
+    MmaBf16(d[m], a, b1);
+  }
 }
 
 // The scores of the warp's keys for one row. Lane 4g + t returns that of key 16 (t / 2) + 8 (t % 2)
-// + g. Heads are added in eight sums (by their place in a group of eight, two to a lane), then those.
+// + g. Heads are added in four sums (by their place in a group of eight, two to a lane), then
+// those. kGroups groups of eight heads go side by side, so that no product waits for the one
+// before.
+template <int kGroups>
 __device__ __forceinline__ float WarpScores(const WarpKeys& keys, const uint4* query,
                                             const float* weights, int heads) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize, t = lane % 4;
   float sum[2][2] = {};
-#pragma unroll 2
-  for (int n = 0; n < heads / 8; ++n) {
-    float d[2][4] = {};
+#pragma unroll 1
+  for (int n = 0; n < heads / 8; n += kGroups) {
+    float d[kGroups][2][4] = {};
 #pragma unroll
     for (int group = 0; group < 4; ++group) {
-      const uint4 b = query[(4 * n + group) * kWarpSize + lane];
-      Multiply(keys, 0, group, b, d[0]);
-      Multiply(keys, 1, group, b, d[1]);
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {
+        Multiply(keys, group, query[(4 * (n + i) + group) * kWarpSize + lane], d[i]);
+      }
     }
-    const float2 w = *reinterpret_cast<const float2*>(weights + 8 * n + 2 * t);
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
+    for (int i = 0; i < kGroups; ++i) {
+      const float2 w = *reinterpret_cast<const float2*>(weights + 8 * (n + i) + 2 * t);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        sum[m][half] = fmaf(w.x, fmaxf(d[m][2 * half], 0.0f), sum[m][half]);
-        sum[m][half] = fmaf(w.y, fmaxf(d[m][2 * half + 1], 0.0f), sum[m][half]);
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          sum[m][half] = fmaf(w.x, fmaxf(d[i][m][2 * half], 0.0f), sum[m][half]);
+          sum[m][half] = fmaf(w.y, fmaxf(d[i][m][2 * half + 1], 0.0f), sum[m][half]);
+        }
       }
     }
   }
@@ -201,8 +216,9 @@ __global__ void __launch_bounds__(kScoreThreads)
         loaded_slot = args.step.slot[first_row + r];
         LoadKeys(args, loaded_slot, first, keys);
       }
-      const float score =
-          WarpScores(keys, queries + r * (heads * 16), weights + r * heads, heads);
+      const uint4* query = queries + r * (heads * 16);
+      const float score = heads % 16 == 0 ? WarpScores<2>(keys, query, weights + r * heads, heads)
+                                          : WarpScores<1>(keys, query, weights + r * heads, heads);
       const int key = first + 16 * (lane % 4 / 2) + 8 * (lane % 2) + lane / 4;
       if (key < visible) {
         args.scores[(first_row + r - args.first) * args.stride + key] = score * args.scale;
@@ -372,10 +388,15 @@ __global__ void __launch_bounds__(kChooseThreads)
   const float* scores = args.scores + blockIdx.x * args.stride;
   const RowScores keys{scores, kept_bits, kept};
 #pragma unroll 4
-  for (int i = self; i < visible; i += num_threads) {
-    const uint32_t key = RisingBits(scores[i]);
-    if (i < kept) kept_bits[i] = key;
-    atomicAdd(&histogram[0][key >> 24], 1);
+  for (int i = 4 * self; i < visible; i += 4 * num_threads) {
+    const float4 four = *reinterpret_cast<const float4*>(scores + i);  // the row's room is in fours
+    const uint4 bits =
+        make_uint4(RisingBits(four.x), RisingBits(four.y), RisingBits(four.z), RisingBits(four.w));
+    if (i < kept) *reinterpret_cast<uint4*>(kept_bits + i) = bits;
+    atomicAdd(&histogram[0][bits.x >> 24], 1);
+    if (i + 1 < visible) atomicAdd(&histogram[0][bits.y >> 24], 1);
+    if (i + 2 < visible) atomicAdd(&histogram[0][bits.z >> 24], 1);
+    if (i + 3 < visible) atomicAdd(&histogram[0][bits.w >> 24], 1);
   }
   uint32_t threshold = 0;
   int need = top_k;
@@ -481,7 +502,7 @@ void LaunchIndex(const LaunchContext& launch, const AttentionParams& params, con
                        std::sqrt(static_cast<float>(params.index_heads)));
   args.scores = reinterpret_cast<float*>(scratch);
   args.stride = ScoreStride(max_visible);
-  const int kept = static_cast<int>(std::min<int64_t>(max_visible, kMaxKeptKeys));
+  const int kept = static_cast<int>(std::min<int64_t>(args.stride, kMaxKeptKeys));
   const int64_t batch = ScoreRows(rows, args.stride);
   for (int64_t first = 0; first < rows; first += batch) {
     args.first = static_cast<int>(first);

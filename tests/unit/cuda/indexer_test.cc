@@ -1,9 +1,7 @@
 // Goal: the indexer chooses the compressed rows that spec 2.8 asks for: all when few are visible,
 // else the best by score, the lower id on ties, in rising order; the same alone and in a batch.
-// Method: small caches with random keys against scores in double. A choice is right when no row left
-// out beats a row chosen by more than rounding; where scores are equal it must match exactly.
-#include "engine/cuda/attention.h"
-
+// Method: small caches with random keys against scores in double. A choice is right when no row
+// left out beats a row chosen by more than rounding; where scores are equal it must match exactly.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 #include <random>
 #include <vector>
 
+#include "engine/cuda/attention.h"
 #include "engine/tensor/quant.h"
 #include "tests/unit/cuda/experts_test_util.h"
 
@@ -80,7 +79,8 @@ struct Choice {
   }
 };
 
-Choice ChooseRows(TestDevice& device, const Case& c, int64_t max_visible = 0, int claimed_max_rows = 0) {
+Choice ChooseRows(TestDevice& device, const Case& c, int64_t max_visible = 0,
+                  int claimed_max_rows = 0) {
   for (int t = 0; t < c.rows(); ++t) max_visible = std::max<int64_t>(max_visible, c.Visible(t));
   DeviceBuffer keys;
   if (c.params.kv_type == KvType::kBF16) {
@@ -93,8 +93,7 @@ Choice ChooseRows(TestDevice& device, const Case& c, int64_t max_visible = 0, in
   const DeviceBuffer q = device.Upload(c.q), weights = device.Upload(c.weights);
   const DeviceBuffer cos = device.Upload(c.cos), sin = device.Upload(c.sin);
   const DeviceBuffer pos = device.Upload(c.pos), slot = device.Upload(c.slot);
-  const DeviceBuffer scratch =
-      device.Allocate(IndexScratchBytes(c.params, c.rows(), max_visible));
+  const DeviceBuffer scratch = device.Allocate(IndexScratchBytes(c.params, c.rows(), max_visible));
   const int64_t size = int64_t{c.rows()} * c.params.index_top_k;
   const DeviceBuffer picks = device.Allocate(size * 4), count = device.Allocate(c.rows() * 4);
   StepRows step;
@@ -114,8 +113,8 @@ Choice ChooseRows(TestDevice& device, const Case& c, int64_t max_visible = 0, in
 
 std::vector<double> ScoresInDouble(const Case& c, int t) {
   const int heads = c.params.index_heads, dim = c.params.index_dim, pairs = c.params.rope_dim / 2;
-  // The rotation in float32 with one rounding at its end, as the device has it; then bf16 where keys
-  // are bf16.
+  // The rotation in float32 with one rounding at its end, as the device has it; then bf16 where
+  // keys are bf16.
   std::vector<float> q(c.q.begin() + t * heads * dim, c.q.begin() + (t + 1) * heads * dim);
   for (int h = 0; h < heads; ++h) {
     for (int i = 0; i < pairs; ++i) {
@@ -210,7 +209,8 @@ TEST(IndexerTest, ARowChoosesTheSameAloneAndInABatch) {
     for (int t = 0; t < 66; ++t) c.AddRow(t % 2, 500 + 4 * t);
     const Choice batch = ChooseRows(many, c);
     for (const int t : {0, 31, 65}) {
-      EXPECT_EQ(ChooseRows(one, c.Only(t)).Row(0, params.index_top_k), batch.Row(t, params.index_top_k));
+      EXPECT_EQ(ChooseRows(one, c.Only(t)).Row(0, params.index_top_k),
+                batch.Row(t, params.index_top_k));
     }
   }
 }
@@ -265,8 +265,8 @@ TEST(IndexerTest, OneScratchServesSmallerSteps) {
 }
 
 TEST(IndexerTest, RowsThatDoNotFitTheScratchGoInTurns) {
-  // A bound of 2^20 visible rows leaves room for the scores of 64 rows; there are 67. (Only the first
-  // 300 keys exist, and no row sees more.)
+  // A bound of 2^20 visible rows leaves room for the scores of 64 rows; there are 67. (Only the
+  // first 300 keys exist, and no row sees more.)
   TestDevice device(1);
   Case c(Shape(KvType::kBF16, 8, 128, 64, 20), 1, 384, 6);
   for (int t = 0; t < 67; ++t) c.AddRow(0, 400 + 11 * t);
