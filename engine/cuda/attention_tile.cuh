@@ -151,46 +151,73 @@ __device__ __forceinline__ void LoadKeyTile(const AttentionArgs& args, int own_i
   CopyAsyncCommit();
 }
 
-// scores[half][head][key] = q . k over one half of the channels. Warps: half x keys x heads.
+// How the eight warps of a block share the scores of a tile: halves of the channels, keys, heads.
+template <int kHeadTiles>
+struct ScoreShare {
+  static constexpr int kM = kHeadTiles == 1 ? 1 : 2;  // tiles of 16 heads of a warp
+  static constexpr int kWarpsM = kHeadTiles / kM;
+  static constexpr int kWarpsN = 4 / kWarpsM;
+  static constexpr int kN = 8 / kWarpsN;  // tiles of 8 keys of a warp
+
+  // Matrix fragments of one step of 16 channels.
+  struct Step {
+    uint32_t a[kM][4];
+    uint32_t b[kN / 2][4];
+  };
+
+  int lane = threadIdx.x % 32;
+  int half = threadIdx.x / 32 % 2;
+  int first_key = static_cast<int>(threadIdx.x) / 64 % kWarpsN * (8 * kN);
+  int first_head = static_cast<int>(threadIdx.x) / 64 / kWarpsN * (16 * kM);
+
+  template <int kDim>
+  __device__ __forceinline__ void Load(std::byte* queries, std::byte* tile, int step,
+                                       Step& to) const {
+    const int chunk = half * (kDim / 16) + 2 * step;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      const int head = first_head + 16 * m + lane % 16;
+      LoadMatrix4(to.a[m], ChunkAt<kDim>(queries, head, chunk + lane / 16));
+    }
+#pragma unroll
+    for (int n = 0; n < kN / 2; ++n) {
+      const int key = first_key + 16 * n + lane % 8 + lane / 16 * 8;
+      LoadMatrix4(to.b[n], ChunkAt<kDim>(tile, key, chunk + lane / 8 % 2));
+    }
+  }
+};
+
+// scores[half][head][key] = q . k over one half of the channels. A step's fragments are on their
+// way while the step before multiplies.
 template <int kDim, int kHeadTiles>
 __device__ __forceinline__ void ScoreTile(std::byte* queries, std::byte* tile, float* low,
                                           float* high) {
-  constexpr int kM = kHeadTiles == 1 ? 1 : 2;  // tiles of 16 heads of a warp
-  constexpr int kWarpsM = kHeadTiles / kM;
-  constexpr int kWarpsN = 4 / kWarpsM;
-  constexpr int kN = 8 / kWarpsN;  // tiles of 8 keys of a warp
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int half = warp % 2;
-  const int first_key = warp / 2 % kWarpsN * (8 * kN);
-  const int first_head = warp / 2 / kWarpsN * (16 * kM);
-  float sums[kM][kN][4] = {};
+  using Share = ScoreShare<kHeadTiles>;
+  constexpr int kSteps = kDim / 32;
+  const Share share;
+  float sums[Share::kM][Share::kN][4] = {};
+  typename Share::Step steps[2];
+  share.template Load<kDim>(queries, tile, 0, steps[0]);
 #pragma unroll 4
-  for (int step = 0; step < kDim / 32; ++step) {
-    const int chunk = half * (kDim / 16) + 2 * step;
-    uint32_t a[kM][4];
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      LoadMatrix4(a[m], ChunkAt<kDim>(queries, first_head + 16 * m + lane % 16, chunk + lane / 16));
+  for (int step = 0; step < kSteps; ++step) {
+    const typename Share::Step& now = steps[step % 2];
+    if (step + 1 < kSteps) {
+      share.template Load<kDim>(queries, tile, step + 1, steps[(step + 1) % 2]);
     }
 #pragma unroll
-    for (int n = 0; n < kN; n += 2) {
-      uint32_t b[4];
-      const int key = first_key + 8 * n + lane % 8 + lane / 16 * 8;
-      LoadMatrix4(b, ChunkAt<kDim>(tile, key, chunk + lane / 8 % 2));
+    for (int n = 0; n < Share::kN; ++n) {
+      const uint32_t b[2] = {now.b[n / 2][n % 2 * 2], now.b[n / 2][n % 2 * 2 + 1]};
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        MmaBf16(sums[m][n], a[m], {b[0], b[1]});
-        MmaBf16(sums[m][n + 1], a[m], {b[2], b[3]});
-      }
+      for (int m = 0; m < Share::kM; ++m) MmaBf16(sums[m][n], now.a[m], b);
     }
   }
-  float* scores = half == 0 ? low : high;
+  float* scores = share.half == 0 ? low : high;
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
+  for (int m = 0; m < Share::kM; ++m) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      float* at = scores + (first_head + 16 * m + lane / 4) * kScoreStride + first_key + 8 * n +
-                  2 * (lane % 4);
+    for (int n = 0; n < Share::kN; ++n) {
+      float* at = scores + (share.first_head + 16 * m + share.lane / 4) * kScoreStride +
+                  share.first_key + 8 * n + 2 * (share.lane % 4);
       *reinterpret_cast<float2*>(at) = make_float2(sums[m][n][0], sums[m][n][1]);
       *reinterpret_cast<float2*>(at + 8 * kScoreStride) = make_float2(sums[m][n][2], sums[m][n][3]);
     }
