@@ -128,7 +128,8 @@ TEST(HyperConnectionTest, PostMixesTheResultInAndLeavesPartials) {
   };
   for (const Case& c : {Case{4, 64, 1, DType::kF32, 0}, Case{4, 200, 9, DType::kF16, 0},
                         Case{2, 136, 3, DType::kBF16, 0}, Case{3, 64, 2, DType::kF32, 0},
-                        Case{1, 72, 5, DType::kF16, 0}, Case{4, 128, 6, DType::kF16, 4}}) {
+                        Case{1, 72, 5, DType::kF16, 0}, Case{4, 128, 6, DType::kF16, 4},
+                        Case{4, 4096, 1, DType::kF16, 0}}) {
     SCOPED_TRACE(testing::Message() << c.h << " streams of " << c.d << ", " << c.rows << " rows");
     TestDevice device;
     const Site site(c.h, c.d, c.rows, c.dtype, 7, c.mixes);

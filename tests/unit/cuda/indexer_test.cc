@@ -189,6 +189,14 @@ TEST(IndexerTest, ChoosesTheBestRows) {
   }
 }
 
+TEST(IndexerTest, HoldsInFlashsShape) {
+  TestDevice device;
+  Case c(Shape(KvType::kBF16, 64, 128, 64, 512), 1, 640, 8);
+  c.AddRow(0, 4 * 512 - 1);
+  c.AddRow(0, 4 * 640 - 1);
+  ExpectChoice(c, ChooseRows(device, c));
+}
+
 TEST(IndexerTest, ManyRowsShareKeys) {
   // 70 rows: blocks of four rows, some of them with rows of two sessions.
   for (const int num_sms : {1, 200}) {
