@@ -95,7 +95,9 @@ Choice ChooseRows(TestDevice& device, const Case& c, int64_t max_visible = 0,
   const DeviceBuffer pos = device.Upload(c.pos), slot = device.Upload(c.slot);
   const DeviceBuffer scratch = device.Allocate(IndexScratchBytes(c.params, c.rows(), max_visible));
   const int64_t size = int64_t{c.rows()} * c.params.index_top_k;
-  const DeviceBuffer picks = device.Allocate(size * 4), count = device.Allocate(c.rows() * 4);
+  // One place more, which nobody may write.
+  const DeviceBuffer picks = device.Upload(std::vector<int32_t>(size + 1, -7));
+  const DeviceBuffer count = device.Allocate(c.rows() * 4);
   StepRows step;
   step.pos = pos.as<int32_t>();
   step.slot = slot.as<int32_t>();
@@ -107,6 +109,7 @@ Choice ChooseRows(TestDevice& device, const Case& c, int64_t max_visible = 0,
               q.as<float>(), weights.as<float>(), cache, max_visible, scratch.data(),
               picks.as<int32_t>(), count.as<int32_t>());
   device.Finish();
+  EXPECT_EQ(device.Download(picks.as<int32_t>() + size, 1)[0], -7);
   return {device.Download(picks.as<int32_t>(), size),
           device.Download(count.as<int32_t>(), c.rows())};
 }
