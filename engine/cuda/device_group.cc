@@ -20,7 +20,7 @@ constexpr int64_t kGrain = 16;       // bytes of a message
 constexpr int64_t kAlignment = 256;  // of what Gathered returns
 constexpr int64_t kMaxMessage = int64_t{1} << 34;
 constexpr int64_t kProbeBytes = 16 << 10;  // one decode row of 4096 float32
-constexpr int kGraphGathers = 45;
+constexpr int kGraphGathers = 90;
 constexpr int kGraphReplays = 8;
 constexpr int kHostGathers = 40;
 

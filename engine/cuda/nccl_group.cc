@@ -148,8 +148,8 @@ ncclResult_t NcclGroup::AsyncState() {
 Status NcclGroup::Settle(const char* what, ncclResult_t result, Clock::time_point deadline) {
   while (result == ncclInProgress) {
     if (Clock::now() > deadline) {
-      Abort(DeadlineExceededError(StrCat("rank ", comm_.rank(), ": NCCL, ", what,
-                                         ": not done after ", options_.timeout.count(), " ms")));
+      Abort(DeadlineExceededError(
+          StrCat("NCCL, ", what, ": not done after ", options_.timeout.count(), " ms")));
       return error_.Get();
     }
     std::this_thread::sleep_for(kPollEvery);
