@@ -22,7 +22,7 @@ struct DeviceInfo {
   int compute_capability = 0;  // 90 for 9.0
   int num_sms = 0;
   int64_t total_bytes = 0;
-  int64_t free_bytes = 0;  // 0 until this process has used the device (UseDevice): asking costs some
+  int64_t free_bytes = 0;
   int64_t l2_bytes = 0;
   double memory_clock_bandwidth = 0;  // bytes/s by the device's own description; 0 unknown
 };

@@ -2,7 +2,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -11,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/cuda/nvml.h"
 #include "engine/cuda/runtime.h"
 #include "engine/cuda/simt.h"
 
@@ -29,10 +29,7 @@ constexpr auto kSleep = std::chrono::microseconds(50);
 constexpr size_t kSharedBytesWithoutAsking = 48 * 1024;
 constexpr uint64_t kMaxBlockThreads = 1024;
 constexpr int kOverlapCapability = 90;
-constexpr int kMaxDevices = 64;
 
-// Devices that this process has used: asking others for their free memory would take some of it.
-std::atomic<uint64_t> used_devices{0};
 thread_local int thread_device = 0;
 thread_local Status launch_status;
 
@@ -98,16 +95,18 @@ int Attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
-Status FillFreeBytes(DeviceInfo& info) {
-  const bool used = info.index < kMaxDevices && (used_devices.load() >> info.index & 1) != 0;
-  if (!used) return OkStatus();
+Result<int64_t> FreeBytes(const DeviceInfo& info) {
+  char pci_bus_id[32] = {};
+  RETURN_IF_ERROR(ToStatus(cudaDeviceGetPCIBusId(pci_bus_id, sizeof pci_bus_id, info.index),
+                           "cudaDeviceGetPCIBusId"));
+  if (const auto bytes = FreeBytesByNvml(pci_bus_id, info.total_bytes)) return *bytes;
   RETURN_IF_ERROR(ToStatus(cudaSetDevice(info.index), "cudaSetDevice"));
   size_t free_bytes = 0;
   size_t total_bytes = 0;
   const cudaError_t error = cudaMemGetInfo(&free_bytes, &total_bytes);
   RETURN_IF_ERROR(ToStatus(cudaSetDevice(thread_device), "cudaSetDevice"));
-  info.free_bytes = static_cast<int64_t>(free_bytes);
-  return ToStatus(error, "cudaMemGetInfo");
+  RETURN_IF_ERROR(ToStatus(error, "cudaMemGetInfo"));
+  return static_cast<int64_t>(free_bytes);
 }
 
 Result<DeviceInfo> DescribeDevice(int index) {
@@ -123,7 +122,7 @@ Result<DeviceInfo> DescribeDevice(int index) {
   // Two transfers a clock of the bus; kHz and bits.
   info.memory_clock_bandwidth = 2.0 * 1000.0 * Attribute(cudaDevAttrMemoryClockRate, index) *
                                 Attribute(cudaDevAttrGlobalMemoryBusWidth, index) / 8;
-  RETURN_IF_ERROR(FillFreeBytes(info));
+  ASSIGN_OR_RETURN(info.free_bytes, FreeBytes(info));
   return info;
 }
 
@@ -170,7 +169,6 @@ Result<std::vector<DeviceInfo>> ListDevices() {
 Status UseDevice(int index) {
   RETURN_IF_ERROR(ToStatus(cudaSetDevice(index), "cudaSetDevice " + std::to_string(index)));
   thread_device = index;
-  if (index < kMaxDevices) used_devices |= uint64_t{1} << index;
   return OkStatus();
 }
 

@@ -33,7 +33,6 @@ struct GraphState {
   std::vector<Work> work;
 };
 
-thread_local bool device_chosen = false;
 thread_local bool capturing = false;
 thread_local Status launch_status;
 
@@ -108,7 +107,7 @@ Result<std::vector<DeviceInfo>> ListDevices() {
   info.compute_capability = 90;
   info.num_sms = 4;
   info.total_bytes = kTotalBytes;
-  info.free_bytes = device_chosen ? kTotalBytes : 0;
+  info.free_bytes = kTotalBytes;
   info.l2_bytes = int64_t{1} << 20;
   return std::vector<DeviceInfo>{info};
 }
@@ -118,7 +117,6 @@ Status UseDevice(int index) {
     return InvalidArgumentError("device " + std::to_string(index) +
                                 " asked for, the emulator has only device 0");
   }
-  device_chosen = true;
   return OkStatus();
 }
 
