@@ -23,16 +23,19 @@ constexpr int kMaxDownRing = 24 * 1024;
 constexpr int kSumStride = 20;
 
 struct DownKernelJob {
-  MatrixShape routed, shared;
+  MatrixShape shapes[2];  // routed, shared
   ActivationView hidden, shared_hidden;
   Routing routing;
   int used;
   int rows;
-  int cols;       // outputs, D
+  int cols;  // outputs, D
   int lanes;
-  int tiles;      // row tiles of a block
-  int sum_rows;   // rows of a block, a multiple of 8
-  int ring_bytes; // of one warp
+  int tiles;     // row tiles of a block
+  int sum_rows;  // rows of a block, a multiple of 8
+  int table_bytes;  // of IQ2_XXS, or 0
+  int rows_at;      // shared memory: tables, sums, rows of x, rings
+  int fixed_bytes;  // of all but the rings
+  int ring_bytes;   // of one warp
   float* roots;
   int num_subtrees;
   int subtree_begin[kMaxSubtrees];  // first lane, of this rank's
@@ -42,28 +45,27 @@ struct DownKernelJob {
 // What a warp multiplies in turn: the shared expert for each 8 rows, then the groups.
 struct DownSource {
   const DownKernelJob& job;
-  int lane;      // of the model's lanes
+  int lane;      // of the rank's lanes
   int row_tile;  // -1: this warp has none
   int shared_units;
   int units;  // known so far
   int unit = 0;
-  int chunks_left = 0;
+  int stages_left = 0;
   int next_expert = 0;
   const std::byte* chunk = nullptr;
-  int bytes = 0;
 
-  __device__ __forceinline__ bool Peek(const std::byte*& at, int& size) {
-    if (chunks_left == 0) {
+  __device__ __forceinline__ bool Peek(Stage& stage) {
+    if (stages_left == 0) {
       if (unit >= units || row_tile < 0) return false;
       OpenUnit();
     }
-    at = chunk;
-    size = bytes;
+    stage.chunk = chunk;
+    stage.chunk_bytes = stage.bytes = Shape().chunk_bytes;
     return true;
   }
   __device__ __forceinline__ void Advance() {
-    chunk += bytes;
-    --chunks_left;
+    chunk += Shape().chunk_bytes;
+    --stages_left;
   }
   // The groups are known now.
   __device__ __forceinline__ void AddGroups(int num_groups) {
@@ -72,14 +74,16 @@ struct DownSource {
   }
 
  private:
+  // Of the unit that is open: number unit - 1.
+  __device__ __forceinline__ const MatrixShape& Shape() const {
+    return job.shapes[unit <= shared_units ? 1 : 0];
+  }
   __device__ __forceinline__ void OpenUnit() {
-    const bool shared = unit < shared_units;
-    const MatrixShape& w = shared ? job.shared : job.routed;
-    const int64_t matrix = shared ? lane : int64_t{next_expert} * job.lanes + lane;
-    bytes = w.chunk_bytes;
-    chunks_left = w.blocks * w.chunks_per_block;
-    chunk = w.data + matrix * w.matrix_bytes + row_tile * w.tile_bytes;
+    const int64_t matrix = unit < shared_units ? lane : int64_t{next_expert} * job.lanes + lane;
     ++unit;
+    const MatrixShape& w = Shape();
+    stages_left = w.blocks * w.chunks_per_block;
+    chunk = w.data + matrix * w.matrix_bytes + int64_t{row_tile} * w.tile_bytes;
     // Loaded one unit ahead of its use.
     if (unit > shared_units && unit < units) {
       next_expert = job.routing.group_expert[unit - shared_units];
@@ -90,14 +94,19 @@ struct DownSource {
 // The whole product of one unit: slices of the lane's columns added in rising order.
 template <bool kFloats, class Stream>
 __device__ __forceinline__ void MultiplyUnit(const MatrixShape& w, Stream& stream,
-                                             const ActivationView& hidden, int64_t lane_col,
-                                             const int* x_rows, int count, const uint32_t* grid,
+                                             const ActivationView& hidden, int lane_block,
+                                             const int* x_rows, int count, const uint32_t* tables,
                                              float (&total)[4]) {
   const GroupX x(hidden, x_rows);
   for (int block = 0; block < w.blocks; block += kSliceBlocks) {
+    const int x_block = lane_block + block * (kColumnGrain / 32);
+    const int blocks = min(kSliceBlocks, w.blocks - block);
     float acc[1][4];
-    DotSliceOf<kFloats>(w, stream, x, lane_col + block * kColumnGrain,
-                        min(kSliceBlocks, w.blocks - block), count, grid, acc);
+    if (kFloats && w.is_float) {
+      DotFloats(w, stream, x, x_block, blocks, count, acc);
+    } else {
+      DotBlocks<1, 2>(w, stream, x, x_block, blocks, tables, acc);
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) total[i] = block == 0 ? acc[0][i] : total[i] + acc[0][i];
   }
@@ -151,87 +160,160 @@ __device__ __forceinline__ float SubtreeSum(const float* sums, int64_t stride, i
   return value;
 }
 
-template <bool kFloats>
+// One warp's work on many rows: `sums` [rows][kSumStride] of its lane and row tile.
+template <bool kFloats, class Stream>
+__device__ __forceinline__ void SumRows(const DownKernelJob& job, Stream& stream, int model_lane,
+                                        int first_row, int num_rows, int num_groups, int* x_rows,
+                                        const uint32_t* tables, float* sums) {
+  const int lane = LaneId();
+  const int lane_block = model_lane * job.shapes[0].blocks * (kColumnGrain / 32);
+  float total[4];
+  for (int begin = 0; begin < num_rows; begin += kGroupPairs) {
+    const int count = min(kGroupPairs, num_rows - begin);
+    __syncwarp();
+    if (lane < kGroupPairs) x_rows[lane] = first_row + begin + min(lane, count - 1);
+    __syncwarp();
+    MultiplyUnit<kFloats>(job.shapes[1], stream, job.shared_hidden, lane_block, x_rows, count,
+                          tables, total);
+    StoreSums(total, begin, sums);
+  }
+  // What a group needs is loaded one group ahead, and its place in `pairs` two.
+  const Routing& routing = job.routing;
+  int first = 0, count = 1, pair = 0, next_first = 0, next_count = 1;
+  if (num_groups > 0) {
+    next_first = routing.group_first[0];
+    next_count = routing.group_size[0];
+  }
+  for (int group = -1; group < num_groups; ++group) {
+    const int this_first = first, this_count = count, this_pair = pair;
+    first = next_first;
+    count = next_count;
+    if (group + 1 < num_groups) pair = routing.pairs[first + min(lane % kGroupPairs, count - 1)];
+    if (group + 2 < num_groups) {
+      next_first = routing.group_first[group + 2];
+      next_count = routing.group_size[group + 2];
+    }
+    if (group < 0) continue;
+    // Threads 0-7 know the rows of the group's columns.
+    const int column = lane % kGroupPairs;
+    const int row = this_pair / job.used - first_row;
+    const bool mine = column < this_count && row >= 0 && row < num_rows;
+    const int left = __shfl_sync(kFullMask, row, max(column - 1, 0));
+    const bool twice =
+        __ballot_sync(kFullMask, column > 0 && column < this_count && left == row) != 0;
+    const int row_or_none = mine ? row : -1;
+    const int x_row[2] = {__shfl_sync(kFullMask, row_or_none, lane % 4 * 2),
+                          __shfl_sync(kFullMask, row_or_none, lane % 4 * 2 + 1)};
+    __syncwarp();
+    if (lane < kGroupPairs) x_rows[lane] = this_first + min(lane, this_count - 1);
+    __syncwarp();
+    MultiplyUnit<kFloats>(job.shapes[0], stream, job.hidden, lane_block, x_rows, this_count, tables,
+                          total);
+    AddSums(total, x_row, twice, sums);
+  }
+}
+
+// x of row `row` of the view, as the only row of a group, for 256 columns.
+__device__ __forceinline__ void LoadRow(const ActivationView& view, int row, int block,
+                                        BlockX<1>& to) {
+  const int tiles = TilesOf(view);
+  const uint64_t* q = view.q + (block * tiles + row / 8) * 32 + row % 8 * 4 + LaneId() % 4;
+  const float* scale = view.scale + block * (8 * tiles) + row;
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    to.q[s] = *q;
+    to.scale[s][0] = *scale;
+    q += 32 * tiles;
+    scale += 8 * tiles;
+  }
+}
+
+// The same for one row: the sums stay in registers, and x is loaded one block of 256 columns ahead.
+template <class Stream>
+__device__ __forceinline__ void SumOneRow(const DownKernelJob& job, Stream& stream, int model_lane,
+                                          int num_groups, const uint32_t* tables, float* sums) {
+  const int lane = LaneId();
+  const int blocks = job.shapes[0].blocks;
+  const int lane_block = model_lane * blocks * (kColumnGrain / 32);
+  // Thread i has group i; one row has no more than kMaxExpertsUsed.
+  const int own_first = lane < num_groups ? job.routing.group_first[lane] : 0;
+  const int own_size = lane < num_groups ? job.routing.group_size[lane] : 0;
+  float sum[2] = {0.0f, 0.0f}, product[2] = {0.0f, 0.0f};
+  float acc[1][4];
+  BlockX<1> x, next;
+  LoadRow(job.shared_hidden, 0, lane_block, next);
+  int unit = 0, block = 0;  // unit 0: shared expert
+  while (unit <= num_groups) {
+    x = next;
+    const int next_block = block + 1 == blocks ? 0 : block + 1;
+    const int next_unit = block + 1 == blocks ? unit + 1 : unit;
+    if (next_unit <= num_groups) {
+      const int place = __shfl_sync(kFullMask, own_first, max(next_unit - 1, 0));
+      LoadRow(next_unit == 0 ? job.shared_hidden : job.hidden, next_unit == 0 ? 0 : place,
+              lane_block + next_block * (kColumnGrain / 32), next);
+    }
+    if (block % kSliceBlocks == 0) Clear(acc);
+    MultiplyStage<1, 1>(job.shapes[unit == 0 ? 1 : 0], stream, x, tables, acc);
+    if (next_block % kSliceBlocks == 0) {
+      const bool first_slice = block < kSliceBlocks;
+      product[0] = first_slice ? acc[0][0] : product[0] + acc[0][0];
+      product[1] = first_slice ? acc[0][2] : product[1] + acc[0][2];
+    }
+    if (next_block == 0) {
+      // A table of ids may name an expert twice.
+      const int times = unit == 0 ? 1 : __shfl_sync(kFullMask, own_size, max(unit - 1, 0));
+      for (int i = 0; i < times; ++i) {
+        sum[0] = unit == 0 ? product[0] : sum[0] + product[0];
+        sum[1] = unit == 0 ? product[1] : sum[1] + product[1];
+      }
+    }
+    unit = next_unit;
+    block = next_block;
+  }
+  if (lane % 4 == 0) {
+    sums[lane / 4] = sum[0];
+    sums[lane / 4 + 8] = sum[1];
+  }
+}
+
+// kFloats: some weights are of a float type. kOneRow: there is one row of x, and no such type.
+template <bool kFloats, bool kOneRow>
 __global__ void __launch_bounds__(kMaxDownWarps* kWarpSize, 1)
     ExpertsDownKernel(const __grid_constant__ DownKernelJob job) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
   const int thread = static_cast<int>(threadIdx.x);
   const int warp = thread / kWarpSize;
-  const int lane = LaneId();
-  const int num_warps = static_cast<int>(blockDim.x) / kWarpSize;
-  uint32_t* grid = reinterpret_cast<uint32_t*>(memory);
-  int* x_rows = reinterpret_cast<int*>(memory + kIq2GridBytes) + warp * kGroupPairs;
-  std::byte* ring = memory + kIq2GridBytes + num_warps * kGroupPairs * 4;
-  float* sums = reinterpret_cast<float*>(ring + num_warps * job.ring_bytes);
   const int warp_sums = job.sum_rows * kSumStride;
+  uint32_t* tables = reinterpret_cast<uint32_t*>(memory);
+  float* sums = reinterpret_cast<float*>(memory + job.table_bytes);
+  int* x_rows = reinterpret_cast<int*>(memory + job.rows_at) + warp * kGroupPairs;
+  std::byte* rings = memory + job.fixed_bytes;
 
   const int model_lane = warp % job.lanes;
   const int row_tile = static_cast<int>(blockIdx.x) * job.tiles + warp / job.lanes;
-  const bool busy = row_tile < job.routed.row_tiles;
+  const bool busy = row_tile < job.shapes[0].row_tiles;
   const int first_row = static_cast<int>(blockIdx.y) * job.sum_rows;
   const int num_rows = min(job.sum_rows, job.rows - first_row);
   const int shared_units = (num_rows + kGroupPairs - 1) / kGroupPairs;
 
   MixedStream<DownSource> stream = {
-      ring + warp * job.ring_bytes, job.ring_bytes,
+      rings + warp * job.ring_bytes, job.ring_bytes,
       DownSource{job, model_lane, busy ? row_tile : -1, shared_units, shared_units}};
   stream.Fill();
-  LoadIq2Grid(grid);
+  if (job.table_bytes != 0) LoadIq2Tables(tables);
   GridDependencyWait();
   const int num_groups = *job.routing.num_groups;
   stream.source.AddGroups(num_groups);
   stream.Fill();
-  __syncthreads();  // the grid is there
-
-  float* own = sums + warp * warp_sums;
+  __syncthreads();  // the tables are there
   if (busy) {
-    float total[4];
-    const int64_t shared_col = int64_t{model_lane} * job.shared.blocks * kColumnGrain;
-    for (int unit = 0; unit < shared_units; ++unit) {
-      const int begin = unit * kGroupPairs;
-      const int count = min(kGroupPairs, num_rows - begin);
-      __syncwarp();
-      if (lane < kGroupPairs) x_rows[lane] = first_row + begin + min(lane, count - 1);
-      __syncwarp();
-      MultiplyUnit<kFloats>(job.shared, stream, job.shared_hidden, shared_col, x_rows, count, grid,
-                            total);
-      StoreSums(total, begin, own);
-    }
-    __syncwarp();
-    const int64_t col = int64_t{model_lane} * job.routed.blocks * kColumnGrain;
-    // What a group needs is loaded one group ahead, and its place in `pairs` two.
-    const Routing& routing = job.routing;
-    int first = 0, count = 1, pair = 0, next_first = 0, next_count = 1;
-    if (num_groups > 0) {
-      next_first = routing.group_first[0];
-      next_count = routing.group_size[0];
-    }
-    for (int group = -1; group < num_groups; ++group) {
-      const int this_first = first, this_count = count, this_pair = pair;
-      first = next_first;
-      count = next_count;
-      if (group + 1 < num_groups) pair = routing.pairs[first + min(lane % kGroupPairs, count - 1)];
-      if (group + 2 < num_groups) {
-        next_first = routing.group_first[group + 2];
-        next_count = routing.group_size[group + 2];
-      }
-      if (group < 0) continue;
-      // Threads 0-7 know the rows of the group's columns.
-      const int column = lane % kGroupPairs;
-      const int model_row = this_pair / job.used - first_row;
-      const bool mine = column < this_count && model_row >= 0 && model_row < num_rows;
-      const int left = __shfl_sync(kFullMask, model_row, max(column - 1, 0));
-      const bool twice =
-          __ballot_sync(kFullMask, column > 0 && column < this_count && left == model_row) != 0;
-      const int row_or_none = mine ? model_row : -1;
-      const int x_row[2] = {__shfl_sync(kFullMask, row_or_none, lane % 4 * 2),
-                            __shfl_sync(kFullMask, row_or_none, lane % 4 * 2 + 1)};
-      __syncwarp();
-      if (lane < kGroupPairs) x_rows[lane] = this_first + min(lane, this_count - 1);
-      __syncwarp();
-      MultiplyUnit<kFloats>(job.routed, stream, job.hidden, col, x_rows, this_count, grid, total);
-      AddSums(total, x_row, twice, own);
+    float* own = sums + warp * warp_sums;
+    if constexpr (kOneRow) {
+      SumOneRow(job, stream, model_lane, num_groups, tables, own);
+    } else {
+      SumRows<kFloats>(job, stream, model_lane, first_row, num_rows, num_groups, x_rows, tables,
+                       own);
     }
   }
   __syncthreads();
@@ -279,8 +361,8 @@ void LaunchExpertsDown(const LaunchContext& launch, const ExpertsDown& job, cons
   if (rows == 0) return;
   CheckDown(job, used, rows);
   DownKernelJob k = {};
-  k.routed = ShapeOf(job.down);
-  k.shared = ShapeOf(job.shared_down);
+  k.shapes[0] = ShapeOf(job.down, false);
+  k.shapes[1] = ShapeOf(job.shared_down, false);
   k.hidden = job.hidden;
   k.shared_hidden = job.shared_hidden;
   k.routing = routing;
@@ -301,17 +383,21 @@ void LaunchExpertsDown(const LaunchContext& launch, const ExpertsDown& job, cons
   }
 
   const int warps = k.lanes * k.tiles;
-  const int fixed_bytes = kIq2GridBytes + warps * kGroupPairs * 4;
-  const int sum_bytes = warps * k.sum_rows * kSumStride * 4;
-  const int ring = (kMaxSharedBytes - fixed_bytes - sum_bytes) / warps / kRingGrain * kRingGrain;
+  k.table_bytes = job.down.dtype == DType::kIQ2_XXS || job.shared_down.dtype == DType::kIQ2_XXS
+                      ? kIq2TableBytes
+                      : 0;
+  k.rows_at = k.table_bytes + warps * k.sum_rows * kSumStride * 4;
+  k.fixed_bytes = k.rows_at + warps * kGroupPairs * 4;
+  const int ring = (kMaxSharedBytes - k.fixed_bytes) / warps / kRingGrain * kRingGrain;
   k.ring_bytes = std::min(kMaxDownRing, ring);
-  CHECK(k.ring_bytes >= kMinRingBytes) << k.ring_bytes << " bytes of ring for " << warps << " warps";
-  const dim3 grid((k.routed.row_tiles + k.tiles - 1) / k.tiles,
+  CHECK(k.ring_bytes >= 2 * std::max(StageBytes(k.shapes[0]), StageBytes(k.shapes[1])))
+      << k.ring_bytes << " bytes of ring for each of " << warps << " warps";
+  const dim3 grid((k.shapes[0].row_tiles + k.tiles - 1) / k.tiles,
                   (rows + k.sum_rows - 1) / k.sum_rows);
-  const int shared_bytes = fixed_bytes + warps * k.ring_bytes + sum_bytes;
-  const bool floats = IsFloatType(job.down.dtype) || IsFloatType(job.shared_down.dtype);
-  Launch(launch, grid, dim3(warps * kWarpSize), shared_bytes,
-         floats ? ExpertsDownKernel<true> : ExpertsDownKernel<false>, k);
+  auto* kernel = k.shapes[0].is_float || k.shapes[1].is_float ? ExpertsDownKernel<true, false>
+                 : rows == 1                                  ? ExpertsDownKernel<false, true>
+                                                              : ExpertsDownKernel<false, false>;
+  Launch(launch, grid, dim3(warps * kWarpSize), k.fixed_bytes + warps * k.ring_bytes, kernel, k);
 }
 
 }  // namespace ds4::cuda

@@ -4,6 +4,7 @@
 
 #include "engine/cuda/dot.cuh"
 #include "engine/cuda/experts.h"
+#include "engine/cuda/experts_dot.cuh"
 
 namespace ds4::cuda {
 
@@ -11,7 +12,6 @@ inline constexpr int kGroupPairs = 8;
 // Dynamic shared memory that a block may have on sm_90.
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 inline constexpr int kRingGrain = 128;
-inline constexpr int kMinRingBytes = 2 * ChunkBytes(DType::kQ8_0);
 
 // At most kMaxPending - 1: until `pending` committed copies are unfinished.
 inline constexpr int kMaxPending = 8;
@@ -28,88 +28,108 @@ __device__ __forceinline__ void WaitForCopies(int pending) {
   }
 }
 
-// A warp's chunks in the order of `source`, in a ring of bytes: as WeightStream (dot.cuh), but each
-// chunk has the size of its own type, and the source may get more chunks later.
-// Source: `bool Peek(const std::byte*& chunk, int& bytes)` the next chunk, false while there is none;
-// `void Advance()` steps over it. Every lane gets the same answers.
+// What a warp copies and multiplies at a time: one chunk, or the chunks of the same columns in two
+// neighbouring row tiles.
+struct Stage {
+  const std::byte* chunk = nullptr;
+  int chunk_bytes = 0;
+  int bytes = 0;      // in the ring, with or without the second chunk
+  int next_tile = 0;  // bytes to the second chunk; 0: it is not there
+};
+
+// A warp's stages in the order of `source`, in a ring of bytes: as WeightStream (dot.cuh), but each
+// stage has the size of its own type, and the source may get more later.
+// Source: `bool Peek(Stage& stage)` the next one, false while there is none; `void Advance()` steps
+// over it. Every lane gets the same answers.
 template <class Source>
 struct MixedStream {
   std::byte* ring;  // ring_bytes of shared memory, 16-byte aligned
-  int ring_bytes;   // at least twice the largest chunk
+  int ring_bytes;   // at least twice the largest stage
   Source source;
-  int front_bytes = 0;  // size of the chunk that Wait gives next: the reader knows its type
-  int head = 0;         // end of the newest chunk
-  int tail = 0;         // end of the last chunk released
+  int front_bytes = 0;  // size of the stage that Wait gives next: the reader knows its type
+  int head = 0;         // end of the newest stage
+  int tail = 0;         // end of the last stage released
   int used = 0;
   int pending = 0;
 
-  // Asks for chunks as long as they fit.
+  // Asks for stages as long as they fit.
   __device__ __forceinline__ void Fill() {
-    const std::byte* chunk = nullptr;
-    int bytes = 0;
-    while (pending < kMaxPending && source.Peek(chunk, bytes)) {
-      const int at = PlaceAfter(head, bytes);
-      const int cost = CostAfter(head, bytes);
+    Stage stage;
+    while (pending < kMaxPending && source.Peek(stage)) {
+      const bool wrap = head + stage.bytes > ring_bytes;
+      const int cost = wrap ? ring_bytes - head + stage.bytes : stage.bytes;
       if (used + cost > ring_bytes) return;
-      for (int i = 16 * LaneId(); i < bytes; i += 16 * kWarpSize) {
-        CopyAsync16(ring + at + i, chunk + i);
+      if (wrap) head = 0;
+      Copy(stage.chunk, ring + head, stage.chunk_bytes);
+      if (stage.next_tile != 0) {
+        Copy(stage.chunk + stage.next_tile, ring + head + stage.chunk_bytes, stage.chunk_bytes);
       }
       CopyAsyncCommit();
-      head = at + bytes;
+      head += stage.bytes;
       used += cost;
       ++pending;
       source.Advance();
     }
   }
-  // The oldest chunk, in shared memory.
-  __device__ __forceinline__ const std::byte* Wait() {
+  // The oldest stage, in shared memory; the warp may write there.
+  __device__ __forceinline__ std::byte* Wait() {
     WaitForCopies(pending - 1);
     __syncwarp();
-    return ring + PlaceAfter(tail, front_bytes);
+    // A stage is never cut in two: what was left at the end of the ring is passed over.
+    if (tail + front_bytes > ring_bytes) {
+      used -= ring_bytes - tail;
+      tail = 0;
+    }
+    return ring + tail;
   }
   // The warp is done with it: the next ones take its place.
   __device__ __forceinline__ void Release() {
     __syncwarp();
-    used -= CostAfter(tail, front_bytes);
-    tail = PlaceAfter(tail, front_bytes) + front_bytes;
+    used -= front_bytes;
+    tail += front_bytes;
     --pending;
     Fill();
   }
 
  private:
-  // A chunk is never cut in two: what is left at the end of the ring is passed over.
-  __device__ __forceinline__ int PlaceAfter(int end, int bytes) const {
-    return end + bytes > ring_bytes ? 0 : end;
-  }
-  __device__ __forceinline__ int CostAfter(int end, int bytes) const {
-    return end + bytes > ring_bytes ? ring_bytes - end + bytes : bytes;
+  __device__ __forceinline__ static void Copy(const std::byte* from, std::byte* to, int bytes) {
+#pragma unroll 2
+    for (int i = 16 * LaneId(); i < bytes; i += 16 * kWarpSize) CopyAsync16(to + i, from + i);
   }
 };
 
 // What a kernel needs of a packed matrix.
 struct MatrixShape {
   DType dtype;
+  bool is_float;
+  bool paired;  // its stages have two row tiles
   int chunk_bytes;
   int chunks_per_block;  // of 256 columns
   int blocks;            // of 256 columns
   int row_tiles;
-  int64_t tile_bytes;
+  int tile_bytes;
   int64_t matrix_bytes;
   const std::byte* data;
 };
 
-inline MatrixShape ShapeOf(const PackedMatrix& w) {
+// Chunks so small that two of them make a stage where a warp has two row tiles.
+constexpr bool IsSmallChunk(DType dtype) { return ChunkBytes(dtype) <= 2304; }
+
+inline MatrixShape ShapeOf(const PackedMatrix& w, bool may_pair) {
   MatrixShape shape;
   shape.dtype = w.dtype;
+  shape.is_float = IsFloatType(w.dtype);
+  shape.paired = may_pair && IsSmallChunk(w.dtype);
   shape.chunk_bytes = ChunkBytes(w.dtype);
   shape.chunks_per_block = kColumnGrain / ChunkCols(w.dtype);
   shape.blocks = static_cast<int>(w.padded_cols() / kColumnGrain);
   shape.row_tiles = static_cast<int>(PaddedRows(w.rows) / kTileRows);
-  shape.tile_bytes = int64_t{shape.chunk_bytes} * shape.chunks_per_block * shape.blocks;
-  shape.matrix_bytes = shape.tile_bytes * shape.row_tiles;
+  shape.tile_bytes = shape.chunk_bytes * shape.chunks_per_block * shape.blocks;
+  shape.matrix_bytes = int64_t{shape.tile_bytes} * shape.row_tiles;
   shape.data = w.data;
   return shape;
 }
+inline int StageBytes(const MatrixShape& w) { return w.chunk_bytes * (w.paired ? 2 : 1); }
 
 // One tile of 8 rows picked from a view, as GatheredX (dot.cuh), with offsets in place of pointers:
 // registers are short here. rows[j], in shared memory: x row j of the tile, all 8 valid.
@@ -128,48 +148,94 @@ struct GroupX {
     scale_at[0] = rows[lane % 4 * 2];
     scale_at[1] = rows[lane % 4 * 2 + 1];
   }
-  __device__ __forceinline__ uint64_t Q(int block, int) const {
-    return x.q[block * (32 * tiles) + q_at];
+  // The 8 blocks of 32 columns from `block` on. kCols == 1: the view has one row.
+  template <int kCols>
+  __device__ __forceinline__ void Load(int block, BlockX<kCols>& to) const {
+    const int num_tiles = kCols == 1 ? 1 : tiles;
+    const uint64_t* q = x.q + (block * (32 * num_tiles) + q_at);
+    const float* scale = x.scale + block * (8 * num_tiles);
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      to.q[s] = *q;
+      q += 32 * num_tiles;
+#pragma unroll
+      for (int i = 0; i < kCols; ++i) to.scale[s][i] = scale[scale_at[i]];
+      scale += 8 * num_tiles;
+    }
   }
-  __device__ __forceinline__ float2 Scales(int block, int) const {
-    const float* scale = x.scale + block * (8 * tiles);
-    return make_float2(scale[scale_at[0]], scale[scale_at[1]]);
-  }
+  // Columns 0, 1, ... of row j of the tile.
   __device__ __forceinline__ const float* Row(int j) const { return x.f32 + rows[j] * x.cols; }
 };
 
 inline constexpr int kSliceBlocks = kSliceCols / kColumnGrain;
 
-// DotSlice for one tile of x of which `rows` rows count; `blocks` of 256 columns from x column `col`.
-// kFloats: the type may be a float one (kernels without them need fewer registers).
-template <bool kFloats, class Stream, class X>
-__device__ __forceinline__ void DotSliceOf(const MatrixShape& w, Stream& stream, const X& x,
-                                           int64_t col, int blocks, int rows, const uint32_t* grid,
-                                           float (&acc)[1][4]) {
-  const int chunks = blocks * w.chunks_per_block;
-  stream.front_bytes = w.chunk_bytes;
-  if constexpr (kFloats) {
-    // One row alone, as in decoding, is an eighth of the work.
-    switch (w.dtype) {
-      case DType::kF32:
-        return rows == 1 ? DotSlice<DType::kF32, 1, 1>(stream, x, col, chunks, grid, acc)
-                         : DotSlice<DType::kF32, 1, 8>(stream, x, col, chunks, grid, acc);
-      case DType::kF16:
-        return rows == 1 ? DotSlice<DType::kF16, 1, 1>(stream, x, col, chunks, grid, acc)
-                         : DotSlice<DType::kF16, 1, 8>(stream, x, col, chunks, grid, acc);
-      case DType::kBF16:
-        return rows == 1 ? DotSlice<DType::kBF16, 1, 1>(stream, x, col, chunks, grid, acc)
-                         : DotSlice<DType::kBF16, 1, 8>(stream, x, col, chunks, grid, acc);
-      default: break;
-    }
+template <int kTiles>
+__device__ __forceinline__ void Clear(float (&acc)[kTiles][4]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[tile][i] = 0.0f;
   }
+}
+
+// The next stage, quantised, times x. kTiles: 2 where small chunks come in pairs.
+template <int kTiles, int kCols, class Stream>
+__device__ __forceinline__ void MultiplyStage(const MatrixShape& w, Stream& stream,
+                                              const BlockX<kCols>& x, const uint32_t* tables,
+                                              float (&acc)[kTiles][4]) {
+  stream.front_bytes = kTiles == 2 && w.paired ? 2 * w.chunk_bytes : w.chunk_bytes;
+  std::byte* stage = stream.Wait();
   switch (w.dtype) {
-    case DType::kMXFP4: return DotSlice<DType::kMXFP4, 1, 1>(stream, x, col, chunks, grid, acc);
-    case DType::kQ4_K: return DotSlice<DType::kQ4_K, 1, 1>(stream, x, col, chunks, grid, acc);
-    case DType::kQ2_K: return DotSlice<DType::kQ2_K, 1, 1>(stream, x, col, chunks, grid, acc);
+    case DType::kMXFP4:
+      DotStage<DType::kMXFP4, kTiles, kCols>(stage, x, tables, acc);
+      break;
+    case DType::kQ4_K:
+      DotStage<DType::kQ4_K, kTiles, kCols>(stage, x, tables, acc);
+      break;
+    case DType::kQ2_K:
+      DotStage<DType::kQ2_K, kTiles, kCols>(stage, x, tables, acc);
+      break;
     case DType::kIQ2_XXS:
-      return DotSlice<DType::kIQ2_XXS, 1, 1>(stream, x, col, chunks, grid, acc);
-    default: return DotSlice<DType::kQ8_0, 1, 1>(stream, x, col, chunks, grid, acc);
+      DotStage<DType::kIQ2_XXS, kTiles, kCols>(stage, x, tables, acc);
+      break;
+    default:
+      DotStage<DType::kQ8_0, 1, kCols>(stage, x, tables, acc);
+      break;
+  }
+  stream.Release();
+}
+
+// One slice, quantised: `blocks` of 256 columns from x block `block` of 32.
+template <int kTiles, int kCols, class Stream>
+__device__ __forceinline__ void DotBlocks(const MatrixShape& w, Stream& stream, const GroupX& x,
+                                          int block, int blocks, const uint32_t* tables,
+                                          float (&acc)[kTiles][4]) {
+  Clear(acc);
+  for (int i = 0; i < blocks; ++i) {
+    BlockX<kCols> columns;
+    x.Load(block + i * (kColumnGrain / 32), columns);
+    MultiplyStage<kTiles, kCols>(w, stream, columns, tables, acc);
+  }
+}
+
+// One slice of one row tile, of a float type. count: how many of the 8 x rows matter.
+template <class Stream>
+__device__ __forceinline__ void DotFloats(const MatrixShape& w, Stream& stream, const GroupX& x,
+                                          int block, int blocks, int count, float (&acc)[1][4]) {
+  const int chunks = blocks * w.chunks_per_block;
+  const int64_t col = int64_t{block} * 32;
+  stream.front_bytes = w.chunk_bytes;
+  // One row alone, as in decoding, is an eighth of the work.
+  switch (w.dtype) {
+    case DType::kF32:
+      return count == 1 ? DotSlice<DType::kF32, 1, 1>(stream, x, col, chunks, nullptr, acc)
+                        : DotSlice<DType::kF32, 1, 8>(stream, x, col, chunks, nullptr, acc);
+    case DType::kF16:
+      return count == 1 ? DotSlice<DType::kF16, 1, 1>(stream, x, col, chunks, nullptr, acc)
+                        : DotSlice<DType::kF16, 1, 8>(stream, x, col, chunks, nullptr, acc);
+    default:
+      return count == 1 ? DotSlice<DType::kBF16, 1, 1>(stream, x, col, chunks, nullptr, acc)
+                        : DotSlice<DType::kBF16, 1, 8>(stream, x, col, chunks, nullptr, acc);
   }
 }
 

@@ -23,7 +23,7 @@ constexpr int kPartialStride = 36;
 constexpr int kPartialFloats = kGroupPairs * kPartialStride;
 
 struct UpKernelJob {
-  MatrixShape routed[2], shared[2];  // gate, up
+  MatrixShape shapes[2][2];  // routed, shared; gate, up
   ActivationView x, out, shared_out;
   Routing routing;
   int used;
@@ -35,6 +35,9 @@ struct UpKernelJob {
   int shared_items;  // row_blocks * x tiles
   int shared_cost;   // of one item each, in any unit
   int routed_cost;
+  int partials;      // buffers of partial sums, 1 or 2
+  int table_bytes;   // of IQ2_XXS, or 0
+  int fixed_bytes;   // shared memory before the rings
   int ring_bytes;    // of one warp
 };
 
@@ -60,6 +63,14 @@ __device__ int RoutedBegin(const UpKernelJob& job, int routed_items, int block) 
   }
   const double end = min(block, heavy) * heavy_share + max(block - heavy, 0) * light_share;
   return min(static_cast<int>(end), routed_items);
+}
+
+// What this warp reads: gate (0) or up (1), from which slice on.
+__device__ __forceinline__ int OwnMatrix() {
+  return static_cast<int>(threadIdx.x) / (kSliceWarps * kWarpSize);
+}
+__device__ __forceinline__ int OwnSlice() {
+  return static_cast<int>(threadIdx.x) / kWarpSize % kSliceWarps;
 }
 
 // Steps through the items of this block; the same for all of its threads.
@@ -113,52 +124,56 @@ __device__ __forceinline__ int SliceBlocks(int slice, int blocks) {
 // The chunks of one warp: for each item its slices, for each slice the item's row tiles.
 struct UpSource {
   UpCursor cursor;
-  int matrix;  // 0 gate, 1 up
-  int first_slice;
   int end = 0;  // items known so far
   int routed_begin = 0;
   int slice;
-  int tile = 0;
-  int chunks_left = 0;
+  int tile = kItemTiles;  // first of the stages at hand
+  int stages_left = 0;
   const std::byte* chunk = nullptr;
-  int bytes = 0;
 
-  __device__ UpSource(const UpCursor& start, int which, int first)
-      : cursor(start), matrix(which), first_slice(first), slice(start.job.num_slices) {}
+  __device__ explicit UpSource(const UpCursor& start)
+      : cursor(start), slice(start.job.num_slices) {}
 
-  __device__ __forceinline__ bool Peek(const std::byte*& at, int& size) {
-    while (chunks_left == 0) {
+  __device__ __forceinline__ bool Peek(Stage& next) {
+    while (stages_left == 0) {
       if (!OpenSlice()) return false;
     }
-    at = chunk;
-    size = bytes;
+    const MatrixShape& w = Shape();
+    next.chunk = chunk;
+    next.chunk_bytes = w.chunk_bytes;
+    next.bytes = w.paired ? 2 * w.chunk_bytes : w.chunk_bytes;
+    next.next_tile =
+        w.paired && cursor.row_block * kItemTiles + 1 < w.row_tiles ? w.tile_bytes : 0;
     return true;
   }
   __device__ __forceinline__ void Advance() {
-    chunk += bytes;
-    --chunks_left;
+    chunk += Shape().chunk_bytes;
+    --stages_left;
   }
 
  private:
-  // The chunks of the next slice of a row tile; false when the items end.
+  __device__ __forceinline__ const MatrixShape& Shape() const {
+    return cursor.job.shapes[cursor.shared ? 1 : 0][OwnMatrix()];
+  }
+  // The stages of the next slice and row tile (or pair of tiles); false when the items end.
   __device__ __forceinline__ bool OpenSlice() {
     const UpKernelJob& job = cursor.job;
-    if (slice >= job.num_slices) {
-      if (cursor.index + 1 >= end || first_slice >= job.num_slices) return false;
-      cursor.Next(routed_begin);
-      slice = first_slice;
-    }
-    const MatrixShape& w = cursor.shared ? job.shared[matrix] : job.routed[matrix];
-    const int row_tile = cursor.row_block * kItemTiles + tile;
-    if (row_tile < w.row_tiles) {
-      bytes = w.chunk_bytes;
-      chunks_left = SliceBlocks(slice, w.blocks) * w.chunks_per_block;
-      chunk = w.data + cursor.expert * w.matrix_bytes + row_tile * w.tile_bytes +
-              slice * (kSliceBlocks * w.chunks_per_block * w.chunk_bytes);
-    }
-    if (++tile == kItemTiles) {
+    tile += tile < kItemTiles && !Shape().paired ? 1 : kItemTiles;
+    if (tile >= kItemTiles) {
+      if (slice + kSliceWarps >= job.num_slices) {
+        if (cursor.index + 1 >= end || OwnSlice() >= job.num_slices) return false;
+        cursor.Next(routed_begin);
+        slice = OwnSlice() - kSliceWarps;
+      }
       tile = 0;
       slice += kSliceWarps;
+    }
+    const MatrixShape& w = Shape();
+    const int row_tile = cursor.row_block * kItemTiles + tile;
+    if (row_tile < w.row_tiles) {
+      stages_left = SliceBlocks(slice, w.blocks) * w.chunks_per_block;
+      chunk = w.data + cursor.expert * w.matrix_bytes + int64_t{row_tile} * w.tile_bytes +
+              slice * (kSliceBlocks * w.chunks_per_block * w.chunk_bytes);
     }
     return true;
   }
@@ -175,36 +190,56 @@ __device__ void PrefetchShared(const MatrixShape& w) {
   }
 }
 
-// One warp's products for one item, into partial[matrix][slice][x row][hidden row].
-template <bool kFloats, class Stream>
-__device__ __forceinline__ void MultiplyItem(const UpKernelJob& job, const UpCursor& item,
-                                             Stream& stream, int* x_rows, const uint32_t* grid,
-                                             float* partial) {
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+// Sums of one slice of a row tile into partial[matrix][slice][x row][hidden row].
+template <int kCols>
+__device__ __forceinline__ void StorePartial(const float (&acc)[4], int tile, float* sums) {
   const int lane = LaneId();
-  const int matrix = warp / kSliceWarps;
-  const MatrixShape& w = item.shared ? job.shared[matrix] : job.routed[matrix];
+  float* to = sums + lane % 4 * 2 * kPartialStride + tile * kTileRows + lane / 4;
+#pragma unroll
+  for (int i = 0; i < kCols; ++i) {
+    to[i * kPartialStride] = acc[i];
+    to[i * kPartialStride + 8] = acc[2 + i];
+  }
+}
+
+// One warp's products for one item. kFloats: some weights are of a float type; kCols: 1 when x has
+// one row only, else 2.
+template <bool kFloats, int kCols, class Stream>
+__device__ __forceinline__ void MultiplyItem(const UpKernelJob& job, const UpCursor& item,
+                                             Stream& stream, int* x_rows, const uint32_t* tables,
+                                             float* partial) {
+  const int lane = LaneId();
+  const MatrixShape& w = job.shapes[item.shared ? 1 : 0][OwnMatrix()];
   if (item.new_rows) {
     __syncwarp();  // nobody reads the last item's rows any more
     if (lane < kGroupPairs) {
       const int place = item.first + min(lane, item.count - 1);
-      x_rows[lane] = item.shared ? place : job.routing.pairs[place] / job.used;
+      x_rows[lane] = kCols == 1 ? 0 : item.shared ? place : job.routing.pairs[place] / job.used;
     }
     __syncwarp();
   }
   const GroupX x(job.x, x_rows);
-  for (int slice = warp % kSliceWarps; slice < job.num_slices; slice += kSliceWarps) {
-    float* sums = partial + (matrix * job.num_slices + slice) * kPartialFloats;
-    for (int tile = 0; tile < kItemTiles; ++tile) {
-      if (item.row_block * kItemTiles + tile >= w.row_tiles) break;
-      float acc[1][4];
-      DotSliceOf<kFloats>(w, stream, x, slice * kSliceCols, SliceBlocks(slice, w.blocks),
-                          item.count, grid, acc);
-      float* to = sums + lane % 4 * 2 * kPartialStride + tile * kTileRows + lane / 4;
-      to[0] = acc[0][0];
-      to[kPartialStride] = acc[0][1];
-      to[8] = acc[0][2];
-      to[kPartialStride + 8] = acc[0][3];
+  const int num_tiles = min(kItemTiles, w.row_tiles - item.row_block * kItemTiles);
+  for (int slice = OwnSlice(); slice < job.num_slices; slice += kSliceWarps) {
+    float* sums = partial + (OwnMatrix() * job.num_slices + slice) * kPartialFloats;
+    const int blocks = SliceBlocks(slice, w.blocks);
+    if constexpr (kFloats) {
+      if (w.is_float) {
+        for (int tile = 0; tile < num_tiles; ++tile) {
+          float acc[1][4];
+          DotFloats(w, stream, x, slice * (kSliceCols / 32), blocks, item.count, acc);
+          StorePartial<2>(acc[0], tile, sums);
+        }
+        continue;
+      }
+    }
+    const int step = w.paired ? kItemTiles : 1;
+    for (int tile = 0; tile < num_tiles; tile += step) {
+      float acc[kItemTiles][4];
+      DotBlocks<kItemTiles, kCols>(w, stream, x, slice * (kSliceCols / 32), blocks, tables, acc);
+      StorePartial<kCols>(acc[0], tile, sums);
+      // Where the second tile is not there, this is nonsense that nobody reads.
+      if (w.paired) StorePartial<kCols>(acc[1], 1, sums);
     }
   }
 }
@@ -216,11 +251,13 @@ __device__ __forceinline__ float SwiGlu(float gate, float up, float limit, float
   return g / (1.0f + expf(-g)) * u * weight;
 }
 
-// One warp ends x row j of an item: lane r has hidden row r of the 32.
+// One warp ends x row j of an item: lane r has hidden row r of the 32. When x has one row only, all
+// pairs have the sums of that one.
+template <int kCols>
 __device__ __forceinline__ void FinishRow(const UpKernelJob& job, const UpCursor& item, int j,
                                           const float* partial) {
   const int lane = LaneId();
-  const float* sums = partial + j * kPartialStride + lane;
+  const float* sums = partial + (kCols == 1 ? 0 : j * kPartialStride) + lane;
   float gate = 0.0f, up = 0.0f;
   for (int slice = 0; slice < job.num_slices; ++slice) {
     gate += sums[slice * kPartialFloats];
@@ -266,29 +303,28 @@ __device__ void ClearPadding(const UpKernelJob& job, const ActivationView& out) 
   }
 }
 
-// kFloats: some weights are of a float type.
-template <bool kFloats>
+template <bool kFloats, int kCols>
 __global__ void __launch_bounds__(kUpThreads, 1)
     ExpertsUpKernel(const __grid_constant__ UpKernelJob job) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int block = static_cast<int>(blockIdx.x);
-  uint32_t* grid = reinterpret_cast<uint32_t*>(memory);
-  int* x_rows = reinterpret_cast<int*>(memory + kIq2GridBytes) + warp * kGroupPairs;
-  std::byte* ring = memory + kIq2GridBytes + kUpWarps * kGroupPairs * 4;
-  float* partial = reinterpret_cast<float*>(ring + kUpWarps * job.ring_bytes);
+  uint32_t* tables = reinterpret_cast<uint32_t*>(memory);
+  float* partial = reinterpret_cast<float*>(memory + job.table_bytes);
   const int partial_floats = 2 * job.num_slices * kPartialFloats;
+  int* x_rows = reinterpret_cast<int*>(partial + job.partials * partial_floats) + warp * kGroupPairs;
+  std::byte* rings = memory + job.fixed_bytes;
 
   const int num_shared = SharedItemsOf(job, block);
   UpCursor item(job, num_shared);
-  MixedStream<UpSource> stream = {ring + warp * job.ring_bytes, job.ring_bytes,
-                                  UpSource(item, warp / kSliceWarps, warp % kSliceWarps)};
+  MixedStream<UpSource> stream = {rings + warp * job.ring_bytes, job.ring_bytes,
+                                  UpSource(item)};
   stream.source.end = num_shared;
   stream.Fill();
-  PrefetchShared(job.shared[0]);
-  PrefetchShared(job.shared[1]);
-  LoadIq2Grid(grid);
+  PrefetchShared(job.shapes[1][0]);
+  PrefetchShared(job.shapes[1][1]);
+  if (job.table_bytes != 0) LoadIq2Tables(tables);
   GridDependencyWait();
   const int routed_items = *job.routing.num_groups * job.row_blocks;
   const int routed_begin = RoutedBegin(job, routed_items, block);
@@ -298,14 +334,15 @@ __global__ void __launch_bounds__(kUpThreads, 1)
   stream.Fill();
   __syncthreads();
 
-  for (int i = 0; i < num_items; ++i) {
+  while (item.index + 1 < num_items) {
     item.Next(routed_begin);
-    float* sums = partial + i % 2 * partial_floats;
-    MultiplyItem<kFloats>(job, item, stream, x_rows, grid, sums);
-    // One barrier an item is enough: the next item's sums go to the other half.
+    float* sums = partial + item.index % job.partials * partial_floats;
+    MultiplyItem<kFloats, kCols>(job, item, stream, x_rows, tables, sums);
     __syncthreads();
-    const int j = (warp + i) % kUpWarps;
-    if (j < item.count) FinishRow(job, item, j, sums);
+    const int j = (warp + item.index) % kUpWarps;
+    if (j < item.count) FinishRow<kCols>(job, item, j, sums);
+    // With two buffers the next item's sums go to the other one.
+    if (job.partials == 1) __syncthreads();
   }
   ClearPadding(job, job.out);
   ClearPadding(job, job.shared_out);
@@ -318,6 +355,25 @@ int BlockCost(DType dtype, bool from_l2) {
   if (dtype == DType::kQ2_K) return 9;
   const int bytes = ChunkBytes(dtype) * kColumnGrain / ChunkCols(dtype);
   return std::max(9, bytes / (from_l2 ? 350 : 200));
+}
+
+// Cuts the block's shared memory: tables, partial sums, rows of x, rings.
+void PlanShared(UpKernelJob& k) {
+  int stage_bytes = 0;
+  for (const auto& pair : k.shapes) {
+    for (const MatrixShape& w : pair) {
+      if (w.dtype == DType::kIQ2_XXS) k.table_bytes = kIq2TableBytes;
+      stage_bytes = std::max(stage_bytes, StageBytes(w));
+    }
+  }
+  for (k.partials = 2; k.partials >= 1; --k.partials) {
+    const int partial_bytes = k.partials * 2 * k.num_slices * kPartialFloats * 4;
+    k.fixed_bytes = k.table_bytes + partial_bytes + kUpWarps * kGroupPairs * 4;
+    k.ring_bytes = (kMaxSharedBytes - k.fixed_bytes) / kUpWarps / kRingGrain * kRingGrain;
+    if (k.ring_bytes >= 2 * stage_bytes) return;
+  }
+  CHECK(false) << "rows of " << k.num_slices << " slices leave no room for two stages of "
+               << stage_bytes << " bytes a warp";
 }
 
 void CheckUp(const ExpertsUp& job, const UpKernelJob& k) {
@@ -347,10 +403,10 @@ void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Ro
                      int used) {
   if (job.x.rows == 0) return;
   UpKernelJob k = {};
-  k.routed[0] = ShapeOf(job.gate);
-  k.routed[1] = ShapeOf(job.up);
-  k.shared[0] = ShapeOf(job.shared_gate);
-  k.shared[1] = ShapeOf(job.shared_up);
+  k.shapes[0][0] = ShapeOf(job.gate, true);
+  k.shapes[0][1] = ShapeOf(job.up, true);
+  k.shapes[1][0] = ShapeOf(job.shared_gate, true);
+  k.shapes[1][1] = ShapeOf(job.shared_up, true);
   k.x = job.x;
   k.out = job.out;
   k.shared_out = job.shared_out;
@@ -362,22 +418,19 @@ void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Ro
   k.shared_limit = job.shared_limit;
   CheckUp(job, k);
   k.row_blocks = (k.ffn + kItemRows - 1) / kItemRows;
-  k.num_slices = (k.routed[0].blocks + kSliceBlocks - 1) / kSliceBlocks;
+  k.num_slices = (k.shapes[0][0].blocks + kSliceBlocks - 1) / kSliceBlocks;
   k.shared_items = k.row_blocks * job.x.tiles();
   k.shared_cost = BlockCost(job.shared_gate.dtype, true) + BlockCost(job.shared_up.dtype, true);
   k.routed_cost = BlockCost(job.gate.dtype, false) + BlockCost(job.up.dtype, false);
 
-  const int fixed_bytes = kIq2GridBytes + kUpWarps * kGroupPairs * 4;
-  const int partial_bytes = 2 * 2 * k.num_slices * kPartialFloats * 4;
-  k.ring_bytes = (kMaxSharedBytes - fixed_bytes - partial_bytes) / kUpWarps / kRingGrain * kRingGrain;
-  CHECK(k.ring_bytes >= kMinRingBytes) << "rows of " << job.x.cols << " columns are too long";
-  const int shared_bytes = fixed_bytes + kUpWarps * k.ring_bytes + partial_bytes;
+  PlanShared(k);
   bool floats = false;
-  for (int i = 0; i < 2; ++i) {
-    floats = floats || IsFloatType(k.routed[i].dtype) || IsFloatType(k.shared[i].dtype);
-  }
-  Launch(launch, dim3(launch.num_sms), dim3(kUpThreads), shared_bytes,
-         floats ? ExpertsUpKernel<true> : ExpertsUpKernel<false>, k);
+  for (const auto& pair : k.shapes) floats = floats || pair[0].is_float || pair[1].is_float;
+  auto* kernel = floats             ? ExpertsUpKernel<true, 2>
+                 : job.x.rows == 1 ? ExpertsUpKernel<false, 1>
+                                   : ExpertsUpKernel<false, 2>;
+  Launch(launch, dim3(launch.num_sms), dim3(kUpThreads),
+         k.fixed_bytes + kUpWarps * k.ring_bytes, kernel, k);
 }
 
 }  // namespace ds4::cuda

@@ -1,0 +1,148 @@
+// Products of quantised weights in the kernels of routed experts: the bits of DotSlice (dot.cuh), with
+// fewer instructions a byte. Experts come in formats of 2 to 4 bits, of which an SM can be fed more
+// than it can decode; so a step here counts every instruction:
+//   - x of a group stands in registers for all row tiles of a stage;
+//   - kCols == 1 computes only the first x row of a group (decoding: there is no other);
+//   - IQ2_XXS looks patterns and signs up in tables that have a copy for each lane, because lanes that
+//     read different words of one bank wait for each other.
+#pragma once
+
+#include "engine/cuda/dot.cuh"
+
+namespace ds4::cuda {
+
+// ---- IQ2_XXS tables in shared memory: entry i of lane l at word 32 i + l. An entry has a nibble for
+// each of 8 columns: which of the magnitudes 8, 25, 43 (grid), and 4 where it is negative (signs), so
+// that grid | signs selects bytes of two registers.
+inline constexpr int kIq2SignWords = 128 * kWarpSize;
+inline constexpr int kIq2TableBytes = (256 * kWarpSize + kIq2SignWords) * 4;
+
+// All threads of the block call it, and meet at a barrier before they use the tables.
+__device__ __forceinline__ void LoadIq2Tables(uint32_t* tables) {
+  static constexpr Iq2Grid kGrid = kIq2GridCodes;
+  const int num_warps = static_cast<int>(blockDim.x) / kWarpSize;
+  for (int entry = static_cast<int>(threadIdx.x) / kWarpSize; entry < 384; entry += num_warps) {
+    uint32_t word = 0;
+    if (entry < 256) {
+      for (int j = 0; j < 8; ++j) {
+        word |= (static_cast<uint32_t>(kGrid.codes[entry]) >> (2 * j) & 3u) << (4 * j);
+      }
+    } else {
+      const uint32_t seven = static_cast<uint32_t>(entry - 256);
+      const uint32_t signs = seven | static_cast<uint32_t>(__popc(seven) & 1) << 7;
+      for (int j = 0; j < 8; ++j) word |= (signs >> j & 1u) << (4 * j + 2);
+    }
+    tables[entry * kWarpSize + LaneId()] = word;
+  }
+}
+
+// The interface of ChunkDecoder, for one chunk in shared memory. It leaves the scales of all steps
+// where the first codes of the chunk stood.
+struct Iq2Decoder {
+  static constexpr bool kHasMin = false;
+  const std::byte* scales;  // of row g: (row g, row g + 8) for each of 4 steps; units 256 bytes apart
+  const std::byte* tables;  // this lane's copy
+  uint4 unit[2];
+  float4 now[2];
+
+  __device__ __forceinline__ Iq2Decoder(std::byte* chunk, const uint32_t* shared_tables)
+      : tables(reinterpret_cast<const std::byte*>(shared_tables + LaneId())) {
+    const int lane = LaneId();
+    unit[0] = Load16(chunk + 16 * lane);
+    unit[1] = Load16(chunk + 512 + 16 * lane);
+    const auto* d = reinterpret_cast<const uint16_t*>(chunk + 1024);
+    const float d0 = HalfToFloat(d[lane / 4]) * 0.25f;
+    const float d1 = HalfToFloat(d[lane / 4 + 8]) * 0.25f;
+    __syncwarp();  // all codes are in registers
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      // The nibbles of step 4u + t lie in this lane, a bit in each of its words.
+      const uint4& v = unit[u];
+      const uint32_t nibbles = (v.x >> 15 & 0x00010001u) | (v.y >> 14 & 0x00020002u) |
+                               (v.z >> 13 & 0x00040004u) | (v.w >> 12 & 0x00080008u);
+      // 2^23 + n - (2^23 - 0.5): exact.
+      const float low = __uint_as_float((nibbles & 15u) | kTwo23Bits) - 8388607.5f;
+      const float high = __uint_as_float(nibbles >> 16 | kTwo23Bits) - 8388607.5f;
+      *reinterpret_cast<float2*>(chunk + 256 * u + 8 * lane) = make_float2(d0 * low, d1 * high);
+    }
+    __syncwarp();
+    scales = chunk + 32 * (lane / 4);
+  }
+  // Eight signed values of one row; index and sign code come shifted to bit 7.
+  __device__ __forceinline__ void Values(uint32_t index, uint32_t code, uint32_t& low,
+                                         uint32_t& high) const {
+    const uint32_t grid = *reinterpret_cast<const uint32_t*>(tables + (index & 0x7f80u));
+    const uint32_t signs =
+        *reinterpret_cast<const uint32_t*>(tables + 256 * 4 * kWarpSize + (code & 0x3f80u));
+    const uint32_t selector = grid | signs;
+    low = __byte_perm(0x002b1908u, 0x00d5e7f8u, selector);
+    high = __byte_perm(0x002b1908u, 0x00d5e7f8u, selector >> 16);
+  }
+  __device__ __forceinline__ void Step(int s, StepWeights& w) {
+    if (s % 4 == 0) {
+      now[0] = *reinterpret_cast<const float4*>(scales + 256 * (s / 4));
+      now[1] = *reinterpret_cast<const float4*>(scales + 256 * (s / 4) + 16);
+    }
+    const uint32_t word = Word(unit[s / 4], s % 4);
+    Values(word << 7, word >> 1, w.a[0], w.a[2]);
+    Values(word >> 9, word >> 17, w.a[1], w.a[3]);
+    const float4& pair = now[s % 4 / 2];
+    w.scale[0] = s % 2 == 0 ? pair.x : pair.z;
+    w.scale[1] = s % 2 == 0 ? pair.y : pair.w;
+  }
+};
+
+template <DType kType>
+struct ExpertDecoder : ChunkDecoder<kType> {
+  __device__ __forceinline__ ExpertDecoder(std::byte* at, const uint32_t*)
+      : ChunkDecoder<kType>(at, nullptr) {}
+};
+template <>
+struct ExpertDecoder<DType::kIQ2_XXS> : Iq2Decoder {
+  using Iq2Decoder::Iq2Decoder;
+};
+
+// x of one group for 256 columns: what a lane needs of each step.
+template <int kCols>
+struct BlockX {
+  uint64_t q[8];
+  float scale[8][kCols];  // of x rows 2t, 2t + 1 of the group
+};
+
+// acc += row scales * x scales * (a x q); kCols == 1: only x row 2t.
+template <int kCols>
+__device__ __forceinline__ void AddStep(const uint32_t (&a)[4], const BlockX<kCols>& x, int s,
+                                        float scale0, float scale1, float (&acc)[4]) {
+  const uint32_t b[2] = {static_cast<uint32_t>(x.q[s]), static_cast<uint32_t>(x.q[s] >> 32)};
+  int sum[4] = {kSumBase, kSumBase, kSumBase, kSumBase};
+  MmaS8(sum, a, b);
+#pragma unroll
+  for (int i = 0; i < kCols; ++i) {
+    acc[i] = fmaf(scale0 * x.scale[s][i], SumToFloat(sum[i]), acc[i]);
+    acc[2 + i] = fmaf(scale1 * x.scale[s][i], SumToFloat(sum[2 + i]), acc[2 + i]);
+  }
+}
+
+// acc[tile] += one chunk of each of kTiles row tiles (one after the other in shared memory) times 256
+// columns.
+template <DType kType, int kTiles, int kCols, int kRoom>
+__device__ __forceinline__ void DotStage(std::byte* stage, const BlockX<kCols>& x,
+                                         const uint32_t* tables, float (&acc)[kRoom][4]) {
+  static_assert(kChunkCols<kType> == kColumnGrain && kTiles <= kRoom);
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    ExpertDecoder<kType> decoder(stage + tile * kChunkBytes<kType>, tables);
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      StepWeights w;
+      decoder.Step(s, w);
+      AddStep<kCols>(w.a, x, s, w.scale[0], w.scale[1], acc[tile]);
+      if constexpr (ExpertDecoder<kType>::kHasMin) {
+        const uint32_t a[4] = {w.min[0], w.min[1], w.min[0], w.min[1]};
+        AddStep<kCols>(a, x, s, -w.min_scale[0], -w.min_scale[1], acc[tile]);
+      }
+    }
+  }
+}
+
+}  // namespace ds4::cuda
