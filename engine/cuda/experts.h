@@ -28,6 +28,7 @@ struct Routing {
   int32_t* num_groups = nullptr;    // [1]
   int32_t* pairs = nullptr;         // [rows * used] row * used + k, sorted
   int32_t* pair_place = nullptr;    // [rows * used] place of pair (row, k) in `pairs`
+  float* place_weight = nullptr;    // [rows * used] weights by place in `pairs`
   int32_t* expert_first = nullptr;  // [num_experts + 1] first place of each expert in `pairs`
   int32_t* counts = nullptr;        // [num_experts] used while many rows are placed
 };

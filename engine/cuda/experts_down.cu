@@ -27,6 +27,7 @@ struct DownKernelJob {
   ActivationView hidden, shared_hidden;
   Routing routing;
   int used;
+  int max_groups;
   int rows;
   int cols;  // outputs, D
   int lanes;
@@ -51,7 +52,7 @@ struct DownSource {
   int units;  // known so far
   int unit = 0;
   int stages_left = 0;
-  int next_expert = 0;
+  int own_expert = 0;  // thread i: of group 32 n + i
   const std::byte* chunk = nullptr;
 
   __device__ __forceinline__ bool Peek(Stage& stage) {
@@ -67,10 +68,10 @@ struct DownSource {
     chunk += Shape().chunk_bytes;
     --stages_left;
   }
-  // The groups are known now.
-  __device__ __forceinline__ void AddGroups(int num_groups) {
-    units = shared_units + num_groups;
-    if (num_groups > 0) next_expert = job.routing.group_expert[0];
+  // Experts of groups first.. ; some are perhaps not there, and are not used.
+  __device__ __forceinline__ void LoadExperts(int first) {
+    const int group = first + LaneId();
+    if (group < job.max_groups) own_expert = job.routing.group_expert[group];
   }
 
  private:
@@ -79,15 +80,16 @@ struct DownSource {
     return job.shapes[unit <= shared_units ? 1 : 0];
   }
   __device__ __forceinline__ void OpenUnit() {
-    const int64_t matrix = unit < shared_units ? lane : int64_t{next_expert} * job.lanes + lane;
+    int64_t matrix = lane;
+    if (unit >= shared_units) {
+      const int group = unit - shared_units;
+      if (group > 0 && group % kWarpSize == 0) LoadExperts(group);
+      matrix += int64_t{__shfl_sync(kFullMask, own_expert, group % kWarpSize)} * job.lanes;
+    }
     ++unit;
     const MatrixShape& w = Shape();
     stages_left = w.blocks * w.chunks_per_block;
     chunk = w.data + matrix * w.matrix_bytes + int64_t{row_tile} * w.tile_bytes;
-    // Loaded one unit ahead of its use.
-    if (unit > shared_units && unit < units) {
-      next_expert = job.routing.group_expert[unit - shared_units];
-    }
   }
 };
 
@@ -236,8 +238,8 @@ __device__ __forceinline__ void SumOneRow(const DownKernelJob& job, Stream& stre
   const int blocks = job.shapes[0].blocks;
   const int lane_block = model_lane * blocks * (kColumnGrain / 32);
   // Thread i has group i; one row has no more than kMaxExpertsUsed.
-  const int own_first = lane < num_groups ? job.routing.group_first[lane] : 0;
-  const int own_size = lane < num_groups ? job.routing.group_size[lane] : 0;
+  const int own_first = lane < job.max_groups ? job.routing.group_first[lane] : 0;
+  const int own_size = lane < job.max_groups ? job.routing.group_size[lane] : 0;
   float sum[2] = {0.0f, 0.0f}, product[2] = {0.0f, 0.0f};
   float acc[1][4];
   BlockX<1> x, next;
@@ -303,8 +305,9 @@ __global__ void __launch_bounds__(kMaxDownWarps* kWarpSize, 1)
   stream.Fill();
   if (job.table_bytes != 0) LoadIq2Tables(tables);
   GridDependencyWait();
+  stream.source.LoadExperts(0);
   const int num_groups = *job.routing.num_groups;
-  stream.source.AddGroups(num_groups);
+  stream.source.units = shared_units + num_groups;
   stream.Fill();
   __syncthreads();  // the tables are there
   if (busy) {
@@ -367,6 +370,7 @@ void LaunchExpertsDown(const LaunchContext& launch, const ExpertsDown& job, cons
   k.shared_hidden = job.shared_hidden;
   k.routing = routing;
   k.used = used;
+  k.max_groups = static_cast<int>(MaxGroups(job.hidden.rows, job.down.count / job.lanes));
   k.rows = rows;
   k.cols = static_cast<int>(job.down.rows);
   k.lanes = job.lanes;

@@ -6,12 +6,12 @@
 #include "engine/cuda/experts.h"
 
 #include "engine/base/check.h"
+#include "engine/cuda/experts_groups.h"
 #include "engine/cuda/simt.h"
 
 namespace ds4::cuda {
 namespace {
 
-constexpr int kGroupPairs = 8;
 
 constexpr int kMaxExperts = 512;
 constexpr int kExpertsPerThread = kMaxExperts / 32;
@@ -82,8 +82,8 @@ __device__ int ChooseByScore(const RouterParams& params, const float* logits) {
   return chosen;
 }
 
-// One warp routes one row: ids (also into shared memory when `shared_ids` is given) and weights.
-__device__ void RouteRow(const RouteJob& job, int row, int* shared_ids) {
+// One warp routes one row: ids and weights, also into shared memory when that is given.
+__device__ void RouteRow(const RouteJob& job, int row, int* shared_ids, float* shared_weights) {
   const RouterParams& params = job.params;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const float* logits = job.logits + static_cast<int64_t>(row) * params.num_experts;
@@ -99,8 +99,12 @@ __device__ void RouteRow(const RouteJob& job, int row, int* shared_ids) {
   if (lane < params.used) {
     const int64_t pair = static_cast<int64_t>(row) * params.used + lane;
     job.routing.ids[pair] = expert;
-    job.routing.weights[pair] = score / (sum + 1e-20f) * params.scale;
-    if (shared_ids != nullptr) shared_ids[pair] = expert;
+    const float weight = score / (sum + 1e-20f) * params.scale;
+    job.routing.weights[pair] = weight;
+    if (shared_ids != nullptr) {
+      shared_ids[pair] = expert;
+      shared_weights[pair] = weight;
+    }
   }
 }
 
@@ -155,14 +159,16 @@ __device__ int PlaceExperts(const RouteJob& job, int count, bool write, int* sha
   return pairs.before;
 }
 
-// All of the routing in one block. Dynamic shared memory: ids of the pairs.
+// All of the routing in one block. Dynamic shared memory: ids and weights of the pairs.
 __global__ void __launch_bounds__(kRouteThreads) RouteFewRows(RouteJob job) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
   __shared__ int counts[kMaxExperts];
   __shared__ int first[kMaxExperts];
   __shared__ int scan[32];
+  const int num_pairs = job.rows * job.params.used;
   int* ids = reinterpret_cast<int*>(memory);
+  float* weights = reinterpret_cast<float*>(ids + num_pairs);
   const int thread = static_cast<int>(threadIdx.x);
   const int num_threads = static_cast<int>(blockDim.x);
   if (thread == 0 && job.params.bias != nullptr &&
@@ -171,10 +177,11 @@ __global__ void __launch_bounds__(kRouteThreads) RouteFewRows(RouteJob job) {
   }
   for (int e = thread; e < kMaxExperts; e += num_threads) counts[e] = 0;
   GridDependencyWait();
-  for (int row = thread / 32; row < job.rows; row += num_threads / 32) RouteRow(job, row, ids);
+  for (int row = thread / 32; row < job.rows; row += num_threads / 32) {
+    RouteRow(job, row, ids, weights);
+  }
   __syncthreads();
 
-  const int num_pairs = job.rows * job.params.used;
   for (int p = thread; p < num_pairs; p += num_threads) atomicAdd(&counts[ids[p]], 1);
   __syncthreads();
   const int count = thread < kMaxExperts ? counts[thread] : 0;
@@ -187,6 +194,7 @@ __global__ void __launch_bounds__(kRouteThreads) RouteFewRows(RouteJob job) {
     for (int q = 0; q < p; ++q) place += ids[q] == expert ? 1 : 0;
     job.routing.pairs[place] = p;
     job.routing.pair_place[p] = place;
+    job.routing.place_weight[place] = weights[p];
   }
 }
 
@@ -195,7 +203,7 @@ __global__ void __launch_bounds__(kPlaceThreads) RouteRows(RouteJob job) {
   GridDependencyWait();
   const int row = static_cast<int>(blockIdx.x) * (kPlaceThreads / 32) +
                   static_cast<int>(threadIdx.x) / 32;
-  if (row < job.rows) RouteRow(job, row, nullptr);  // the same for all threads of a warp
+  if (row < job.rows) RouteRow(job, row, nullptr, nullptr);  // the same for all threads of a warp
 }
 
 // Calls found(p, rank) in the thread that sees pair p of this warp's expert, for all of them; rank
@@ -251,13 +259,8 @@ __global__ void __launch_bounds__(kMaxExperts) PlacePairs(RouteJob job) {
   FindPairs(routing.ids, job.rows * job.params.used, expert, [&](int p, int rank) {
     routing.pairs[begin + rank] = p;
     routing.pair_place[p] = begin + rank;
+    routing.place_weight[begin + rank] = routing.weights[p];
   });
-}
-
-// Groups of at most kGroupPairs: full ones, and at most one more for each expert.
-int64_t MaxGroups(int64_t num_pairs, const RouterParams& params) {
-  const int64_t rest = num_pairs < params.num_experts ? num_pairs : params.num_experts;
-  return num_pairs / kGroupPairs + rest;
 }
 
 // Cuts memory into 256-byte aligned arrays.
@@ -279,7 +282,7 @@ class Cutter {
 int64_t CutRouting(std::byte* memory, int64_t max_rows, const RouterParams& params, Routing& out) {
   Cutter cutter(memory);
   const int64_t num_pairs = max_rows * params.used;
-  const int64_t max_groups = MaxGroups(num_pairs, params);
+  const int64_t max_groups = MaxGroups(num_pairs, params.num_experts);
   cutter.Take(num_pairs, out.ids);
   cutter.Take(num_pairs, out.weights);
   cutter.Take(max_groups, out.group_expert);
@@ -288,6 +291,7 @@ int64_t CutRouting(std::byte* memory, int64_t max_rows, const RouterParams& para
   cutter.Take(1, out.num_groups);
   cutter.Take(num_pairs, out.pairs);
   cutter.Take(num_pairs, out.pair_place);
+  cutter.Take(num_pairs, out.place_weight);
   cutter.Take(params.num_experts + 1, out.expert_first);
   cutter.Take(params.num_experts, out.counts);
   return cutter.bytes();
@@ -318,7 +322,8 @@ void LaunchRoute(const LaunchContext& launch, const RouterParams& params, const 
   const RouteJob job = {params, logits, tokens, rows, routing};
   if (rows <= kRouteOneBlockRows) {
     const int threads = rows <= 16 ? kRouteThreads / 2 : kRouteThreads;
-    Launch(launch, dim3(1), dim3(threads), rows * params.used * sizeof(int), RouteFewRows, job);
+    Launch(launch, dim3(1), dim3(threads), rows * params.used * (sizeof(int) + sizeof(float)),
+           RouteFewRows, job);
     return;
   }
   const int warps = kPlaceThreads / 32;

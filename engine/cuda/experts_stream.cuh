@@ -5,10 +5,10 @@
 #include "engine/cuda/dot.cuh"
 #include "engine/cuda/experts.h"
 #include "engine/cuda/experts_dot.cuh"
+#include "engine/cuda/experts_groups.h"
 
 namespace ds4::cuda {
 
-inline constexpr int kGroupPairs = 8;
 // Dynamic shared memory that a block may have on sm_90.
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 inline constexpr int kRingGrain = 128;

@@ -31,6 +31,7 @@ struct UpKernelJob {
   int lane_cols;
   float limit, shared_limit;
   int row_blocks;    // of kItemRows
+  int max_groups;
   int num_slices;
   int shared_items;  // row_blocks * x tiles
   int shared_cost;   // of one item each, in any unit
@@ -73,6 +74,22 @@ __device__ __forceinline__ int OwnSlice() {
   return static_cast<int>(threadIdx.x) / kWarpSize % kSliceWarps;
 }
 
+// The first 32 groups, one a thread of each warp: a step with one row has no more, and gets them in
+// one go.
+struct FirstGroups {
+  int expert = 0;
+  int first = 0;
+  int count = 0;
+
+  // Reads groups that are perhaps not there; nobody uses those.
+  __device__ __forceinline__ void Load(const UpKernelJob& job) {
+    if (LaneId() >= job.max_groups) return;
+    expert = job.routing.group_expert[LaneId()];
+    first = job.routing.group_first[LaneId()];
+    count = job.routing.group_size[LaneId()];
+  }
+};
+
 // Steps through the items of this block; the same for all of its threads.
 struct UpCursor {
   const UpKernelJob& job;
@@ -88,8 +105,8 @@ struct UpCursor {
 
   __device__ UpCursor(const UpKernelJob& j, int shared_items) : job(j), num_shared(shared_items) {}
 
-  // routed_begin: needed once the shared items are done.
-  __device__ __forceinline__ void Next(int routed_begin) {
+  // routed_begin, groups: needed once the shared items are done.
+  __device__ __forceinline__ void Next(int routed_begin, const FirstGroups& groups) {
     ++index;
     new_rows = true;
     if (index < num_shared) {
@@ -111,9 +128,15 @@ struct UpCursor {
       new_rows = false;
       return;
     }
-    expert = job.routing.group_expert[group];
-    first = job.routing.group_first[group];
-    count = job.routing.group_size[group];
+    if (group < kWarpSize) {
+      expert = __shfl_sync(kFullMask, groups.expert, group);
+      first = __shfl_sync(kFullMask, groups.first, group);
+      count = __shfl_sync(kFullMask, groups.count, group);
+    } else {
+      expert = job.routing.group_expert[group];
+      first = job.routing.group_first[group];
+      count = job.routing.group_size[group];
+    }
   }
 };
 
@@ -124,6 +147,7 @@ __device__ __forceinline__ int SliceBlocks(int slice, int blocks) {
 // The chunks of one warp: for each item its slices, for each slice the item's row tiles.
 struct UpSource {
   UpCursor cursor;
+  FirstGroups groups;
   int end = 0;  // items known so far
   int routed_begin = 0;
   int slice;
@@ -162,7 +186,7 @@ struct UpSource {
     if (tile >= kItemTiles) {
       if (slice + kSliceWarps >= job.num_slices) {
         if (cursor.index + 1 >= end || OwnSlice() >= job.num_slices) return false;
-        cursor.Next(routed_begin);
+        cursor.Next(routed_begin, groups);
         slice = OwnSlice() - kSliceWarps;
       }
       tile = 0;
@@ -203,11 +227,11 @@ __device__ __forceinline__ void StorePartial(const float (&acc)[4], int tile, fl
 }
 
 // One warp's products for one item. kFloats: some weights are of a float type; kCols: 1 when x has
-// one row only, else 2.
+// one row only, else 2. weight: thread j of each warp gets that of the item's row j.
 template <bool kFloats, int kCols, class Stream>
 __device__ __forceinline__ void MultiplyItem(const UpKernelJob& job, const UpCursor& item,
-                                             Stream& stream, int* x_rows, const uint32_t* tables,
-                                             float* partial) {
+                                             Stream& stream, int* x_rows, float& weight,
+                                             const uint32_t* tables, float* partial) {
   const int lane = LaneId();
   const MatrixShape& w = job.shapes[item.shared ? 1 : 0][OwnMatrix()];
   if (item.new_rows) {
@@ -215,6 +239,7 @@ __device__ __forceinline__ void MultiplyItem(const UpKernelJob& job, const UpCur
     if (lane < kGroupPairs) {
       const int place = item.first + min(lane, item.count - 1);
       x_rows[lane] = kCols == 1 ? 0 : item.shared ? place : job.routing.pairs[place] / job.used;
+      weight = item.shared ? 1.0f : job.routing.place_weight[place];
     }
     __syncwarp();
   }
@@ -255,7 +280,7 @@ __device__ __forceinline__ float SwiGlu(float gate, float up, float limit, float
 // pairs have the sums of that one.
 template <int kCols>
 __device__ __forceinline__ void FinishRow(const UpKernelJob& job, const UpCursor& item, int j,
-                                          const float* partial) {
+                                          float own_weight, const float* partial) {
   const int lane = LaneId();
   const float* sums = partial + (kCols == 1 ? 0 : j * kPartialStride) + lane;
   float gate = 0.0f, up = 0.0f;
@@ -264,7 +289,7 @@ __device__ __forceinline__ void FinishRow(const UpKernelJob& job, const UpCursor
     up += sums[(job.num_slices + slice) * kPartialFloats];
   }
   const int row = item.first + j;
-  const float weight = item.shared ? 1.0f : job.routing.weights[job.routing.pairs[row]];
+  const float weight = __shfl_sync(kFullMask, own_weight, j);
   const float hidden = SwiGlu(gate, up, item.shared ? job.shared_limit : job.limit, weight);
   const ActivationView& out = item.shared ? job.shared_out : job.out;
   const int lane_stride = (job.lane_cols + kColumnGrain - 1) / kColumnGrain * kColumnGrain;
@@ -326,21 +351,25 @@ __global__ void __launch_bounds__(kUpThreads, 1)
   PrefetchShared(job.shapes[1][1]);
   if (job.table_bytes != 0) LoadIq2Tables(tables);
   GridDependencyWait();
+  FirstGroups groups;
+  groups.Load(job);
   const int routed_items = *job.routing.num_groups * job.row_blocks;
   const int routed_begin = RoutedBegin(job, routed_items, block);
   const int num_items = num_shared + RoutedBegin(job, routed_items, block + 1) - routed_begin;
+  stream.source.groups = groups;
   stream.source.routed_begin = routed_begin;
   stream.source.end = num_items;
   stream.Fill();
   __syncthreads();
 
+  float weight = 0.0f;
   while (item.index + 1 < num_items) {
-    item.Next(routed_begin);
+    item.Next(routed_begin, groups);
     float* sums = partial + item.index % job.partials * partial_floats;
-    MultiplyItem<kFloats, kCols>(job, item, stream, x_rows, tables, sums);
+    MultiplyItem<kFloats, kCols>(job, item, stream, x_rows, weight, tables, sums);
     __syncthreads();
     const int j = (warp + item.index) % kUpWarps;
-    if (j < item.count) FinishRow<kCols>(job, item, j, sums);
+    if (j < item.count) FinishRow<kCols>(job, item, j, weight, sums);
     // With two buffers the next item's sums go to the other one.
     if (job.partials == 1) __syncthreads();
   }
@@ -348,11 +377,10 @@ __global__ void __launch_bounds__(kUpThreads, 1)
   ClearPadding(job, job.shared_out);
 }
 
-// About the time of 16 rows x 256 columns on one SM, in ten cycles: what memory gives an SM, or for
-// formats that are longer to decode, that. The shared expert's weights come from L2.
+// About the time of 16 rows x 256 columns on one SM, in ten cycles: what memory gives an SM, but no
+// less than what decoding takes. The shared expert's weights come from L2, where they were fetched
+// ahead.
 int BlockCost(DType dtype, bool from_l2) {
-  if (dtype == DType::kIQ2_XXS) return 12;
-  if (dtype == DType::kQ2_K) return 9;
   const int bytes = ChunkBytes(dtype) * kColumnGrain / ChunkCols(dtype);
   return std::max(9, bytes / (from_l2 ? 350 : 200));
 }
@@ -419,6 +447,7 @@ void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Ro
   CheckUp(job, k);
   k.row_blocks = (k.ffn + kItemRows - 1) / kItemRows;
   k.num_slices = (k.shapes[0][0].blocks + kSliceBlocks - 1) / kSliceBlocks;
+  k.max_groups = static_cast<int>(MaxGroups(job.out.rows, job.gate.count));
   k.shared_items = k.row_blocks * job.x.tiles();
   k.shared_cost = BlockCost(job.shared_gate.dtype, true) + BlockCost(job.shared_up.dtype, true);
   k.routed_cost = BlockCost(job.gate.dtype, false) + BlockCost(job.up.dtype, false);
