@@ -105,12 +105,16 @@ struct ContiguousX {
   const float* scale[kTiles];
   int tiles;
   const float* f32;
-  int64_t cols;
+  uint32_t cols;
   int first_row;
   int last_row;
 
   __device__ __forceinline__ ContiguousX(const ActivationView& x, int first)
-      : tiles(TilesOf(x)), f32(x.f32), cols(x.cols), first_row(first), last_row(x.rows - 1) {
+      : tiles(TilesOf(x)),
+        f32(x.f32),
+        cols(static_cast<uint32_t>(x.cols)),
+        first_row(first),
+        last_row(x.rows - 1) {
     const int lane = LaneId();
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -128,37 +132,11 @@ struct ContiguousX {
   __device__ __forceinline__ float2 Scales(int block, int n) const {
     return *reinterpret_cast<const float2*>(scale[n] + block * (8 * tiles));
   }
-  // Columns 0, 1, ... of row j (of all tiles).
+  // Columns 0, 1, ... of row j (of all tiles). In 32 bits (activations have fewer than 2^32
+  // values): 64-bit row addresses, kept for all rows at once, take more registers than there are.
   __device__ __forceinline__ const float* Row(int j) const {
-    return f32 + min(first_row + j, last_row) * cols;
+    return f32 + static_cast<uint32_t>(min(first_row + j, last_row)) * cols;
   }
-};
-
-// One tile of 8 rows picked from a view: rows[j] is x row j of the tile; all 8 are valid (repeat
-// one where there are fewer). `rows` is read while the product runs when the type is a float one.
-struct GatheredX {
-  const uint64_t* q[1];
-  const float* scale0;
-  const float* scale1;
-  int tiles;
-  const float* f32;
-  int64_t cols;
-  const int* rows;
-
-  __device__ __forceinline__ GatheredX(const ActivationView& x, const int* rows_of_tile)
-      : tiles(TilesOf(x)), f32(x.f32), cols(x.cols), rows(rows_of_tile) {
-    const int lane = LaneId();
-    const int row = rows[lane / 4];
-    q[0] = x.q + (row / 8 * 32 + row % 8 * 4 + lane % 4);
-    scale0 = x.scale + rows[lane % 4 * 2];
-    scale1 = x.scale + rows[lane % 4 * 2 + 1];
-  }
-  __device__ __forceinline__ uint64_t Q(int block, int) const { return q[0][block * (32 * tiles)]; }
-  __device__ __forceinline__ float2 Scales(int block, int) const {
-    const int at = block * (8 * tiles);
-    return make_float2(scale0[at], scale1[at]);
-  }
-  __device__ __forceinline__ const float* Row(int j) const { return f32 + rows[j] * cols; }
 };
 
 // ---- Decoding one chunk of a quantised type: for step s the A words of MmaS8, the scales of rows
