@@ -87,14 +87,28 @@ Result<std::vector<T>> GatherValues(Communicator* comm, const T& mine) {
   return all;
 }
 
+Status CheckOptions(const GroupOptions& options) {
+  const bool is_valid = options.max_bytes > 0 && options.max_bytes <= kMaxMessage &&
+                        options.flagged_bytes >= 0 && options.flagged_bytes <= kMaxMessage &&
+                        options.timeout.count() > 0;
+  if (is_valid) return OkStatus();
+  return InvalidArgumentError(StrCat("device group: max_bytes ", options.max_bytes, " (1 to ",
+                                     kMaxMessage, "), flagged_bytes ", options.flagged_bytes,
+                                     " (0 to ", kMaxMessage, "), timeout ", options.timeout.count(),
+                                     " ms (more than 0)"));
+}
+
 Status CheckSameOptions(Communicator* comm, const GroupOptions& options) {
-  const std::array<int64_t, 2> mine = {static_cast<int64_t>(options.kind), options.max_bytes};
+  const std::array<int64_t, 3> mine = {static_cast<int64_t>(options.kind), options.max_bytes,
+                                       options.flagged_bytes};
   ASSIGN_OR_RETURN(const auto all, GatherValues(comm, mine));
   for (size_t r = 0; r < all.size(); ++r) {
     if (all[r] == all[0]) continue;
-    return InvalidArgumentError(StrCat("device group: rank 0 asks for kind ", all[0][0],
-                                       ", max_bytes ", all[0][1], "; rank ", r, " for kind ",
-                                       all[r][0], ", max_bytes ", all[r][1]));
+    const auto text = [](const std::array<int64_t, 3>& asked) {
+      return StrCat("kind ", asked[0], ", max_bytes ", asked[1], ", flagged_bytes ", asked[2]);
+    };
+    return InvalidArgumentError(StrCat("device group: rank 0 asks for ", text(all[0]), "; rank ", r,
+                                       " for ", text(all[r])));
   }
   return OkStatus();
 }
@@ -126,15 +140,16 @@ Result<DeviceBuffer> MakePattern(Stream& stream, int rank, std::vector<uint32_t>
 }
 
 Status ExchangePattern(Communicator* comm, Stream& stream, DeviceGroup& group,
-                       const DeviceBuffer& pattern, std::chrono::milliseconds timeout) {
+                       const DeviceBuffer& pattern, int64_t bytes,
+                       std::chrono::milliseconds timeout) {
   const LaunchContext launch{.stream = &stream};
-  RETURN_IF_ERROR(group.AllGather(launch, pattern.data(), pattern.size()));
+  RETURN_IF_ERROR(group.AllGather(launch, pattern.data(), bytes));
   // The kernel's own limit names the peer, so it should come first.
   const std::chrono::milliseconds limit = timeout + std::chrono::seconds(2);
   RETURN_IF_ERROR(stream.Synchronize(limit));
   RETURN_IF_ERROR(LaunchStatus());
   RETURN_IF_ERROR(group.CheckHealth());
-  std::vector<uint32_t> words(pattern.size() / sizeof(uint32_t));
+  std::vector<uint32_t> words(bytes / sizeof(uint32_t));
   for (int r = 0; r < comm->world_size(); ++r) {
     RETURN_IF_ERROR(CheckPattern(stream, group, r, words, limit));
   }
@@ -147,10 +162,15 @@ Status ExchangePattern(Communicator* comm, Stream& stream, DeviceGroup& group,
 // All memory is taken before the first gather here and below: where ranks share a device, taking or
 // freeing it may wait for a peer's kernel that waits for this rank.
 Status Verify(Communicator* comm, Stream& stream, DeviceGroup& group, const GroupOptions& options) {
-  std::vector<uint32_t> words(std::min(options.max_bytes, kProbeBytes) / sizeof(uint32_t));
+  const int64_t large = std::min(options.max_bytes, options.flagged_bytes + kProbeBytes);
+  std::vector<uint32_t> words(large / sizeof(uint32_t));
   const Result<DeviceBuffer> pattern = MakePattern(stream, comm->rank(), words);
   RETURN_IF_ERROR(AgreeOnStatus(comm, pattern.status()));
-  return AgreeOnStatus(comm, ExchangePattern(comm, stream, group, *pattern, options.timeout));
+  for (const int64_t bytes : {std::min(options.max_bytes, kProbeBytes), large}) {
+    RETURN_IF_ERROR(AgreeOnStatus(
+        comm, ExchangePattern(comm, stream, group, *pattern, bytes, options.timeout)));
+  }
+  return OkStatus();
 }
 
 Result<std::unique_ptr<TransportGroup>> CreateKind(GroupKind kind, Communicator* comm,
@@ -346,15 +366,10 @@ Result<double> MeasureGather(Communicator* comm, Stream& stream, DeviceGroup& gr
 
 Result<std::unique_ptr<DeviceGroup>> DeviceGroup::Create(Communicator* comm, Stream& stream,
                                                          const GroupOptions& options) {
+  RETURN_IF_ERROR(AgreeOnStatus(comm, CheckOptions(options)));
   GroupOptions rounded = options;
-  rounded.max_bytes = RoundUpTo(std::clamp<int64_t>(options.max_bytes, 0, kMaxMessage), kGrain);
-  const bool is_valid =
-      options.max_bytes > 0 && options.max_bytes <= kMaxMessage && options.timeout.count() > 0;
-  const Status valid = is_valid ? OkStatus()
-                                : InvalidArgumentError(StrCat(
-                                      "device group: max_bytes ", options.max_bytes, " (1 to ",
-                                      kMaxMessage, "), timeout ", options.timeout.count(), " ms"));
-  RETURN_IF_ERROR(AgreeOnStatus(comm, valid));
+  rounded.max_bytes = RoundUpTo(options.max_bytes, kGrain);
+  rounded.flagged_bytes = options.flagged_bytes / kGrain * kGrain;
   if (comm->world_size() == 1) {
     return std::unique_ptr<DeviceGroup>(std::make_unique<SoloGroup>(rounded.max_bytes));
   }

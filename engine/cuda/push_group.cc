@@ -1,7 +1,8 @@
 // The push transport: peers' receive memory mapped into this device.
 //
-// A rank's receive memory ("arena"): slots [kNumPushSlots][source rank][slot_bytes], then flags
-// [source rank][kMaxPushBlocks]. Rank r writes only the parts of source r.
+// A rank's receive memory ("arena"): slots [kNumPushSlots][source rank][slot_bytes], flagged lines
+// [kNumPushSlots][source rank][line_bytes], flags [source rank][kMaxPushBlocks]. Rank r writes only
+// the parts of source r; of a message that came as flagged lines the owner writes the slot.
 //
 // Why slots are free when they are written again. Gather n uses slot n mod 3 (counted from the last
 // EvenUp). A rank begins to push gather n only when its own stream has passed gather n - 1, and
@@ -14,6 +15,7 @@
 // is left out when the slots have come around by themselves.
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <map>
@@ -38,13 +40,17 @@ constexpr int64_t kArenaAlignment = 2 << 20;  // a mapping of its own, shared wi
 struct ArenaLayout {
   int64_t world_size = 0;
   int64_t slot_bytes = 0;
+  int64_t line_bytes = 0;  // of one message as flagged lines
 
   static constexpr int64_t kFlagBytes =
       int64_t{kMaxPushBlocks} * kPushFlagWords * sizeof(uint32_t);  // of one source
   int64_t slot(uint32_t generation, int source) const {
     return (generation * world_size + source) * slot_bytes;
   }
-  int64_t flags(int source) const { return slot(kNumPushSlots, 0) + source * kFlagBytes; }
+  int64_t lines(uint32_t generation, int source) const {
+    return slot(kNumPushSlots, 0) + (generation * world_size + source) * line_bytes;
+  }
+  int64_t flags(int source) const { return lines(kNumPushSlots, 0) + source * kFlagBytes; }
   int64_t bytes() const { return RoundUpTo(flags(static_cast<int>(world_size)), kArenaAlignment); }
 };
 
@@ -110,7 +116,8 @@ class PushGroup : public TransportGroup {
       : comm_(*comm),
         stream_(stream),
         options_(options),
-        layout_{comm->world_size(), RoundUpTo(options.max_bytes, kSlotAlignment)},
+        layout_{comm->world_size(), RoundUpTo(options.max_bytes, kSlotAlignment),
+                RoundUpTo(2 * std::min(options.flagged_bytes, options.max_bytes), kSlotAlignment)},
         shared_(comm->world_size()),
         imported_(comm->world_size()),
         arenas_(comm->world_size()) {}
@@ -255,12 +262,13 @@ void PushGroup::Push(const LaunchContext& launch, const void* mine, int64_t byte
                      uint32_t next_slot) {
   PushGather gather;
   for (int r = 0; r < world_size(); ++r) {
-    const auto flags = [&](int arena, int source) {
-      return reinterpret_cast<uint32_t*>(arenas_[arena] + layout_.flags(source));
-    };
-    gather.peers[r].slot = arenas_[r] + layout_.slot(next_slot_, rank());
-    gather.peers[r].flags_there = flags(r, rank());
-    gather.peers[r].flags_here = flags(rank(), r);
+    PushPeer& peer = gather.peers[r];
+    peer.slot_there = arenas_[r] + layout_.slot(next_slot_, rank());
+    peer.slot_here = arenas_[rank()] + layout_.slot(next_slot_, r);
+    peer.lines_there = arenas_[r] + layout_.lines(next_slot_, rank());
+    peer.lines_here = arenas_[rank()] + layout_.lines(next_slot_, r);
+    peer.flags_there = reinterpret_cast<uint32_t*>(arenas_[r] + layout_.flags(rank()));
+    peer.flags_here = reinterpret_cast<uint32_t*>(arenas_[rank()] + layout_.flags(r));
   }
   gather.mine = static_cast<const std::byte*>(mine);
   gather.units = bytes / kPushUnitBytes;
@@ -273,6 +281,7 @@ void PushGroup::Push(const LaunchContext& launch, const void* mine, int64_t byte
   gather.rank = rank();
   gather.world_size = world_size();
   gather.shares_device = shares_device_;
+  gather.is_flagged = bytes > 0 && bytes <= options_.flagged_bytes;
   LaunchPushGather(launch, gather);
   last_slot_ = next_slot_;
   next_slot_ = next_slot;

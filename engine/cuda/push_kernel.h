@@ -11,6 +11,7 @@ namespace ds4::cuda {
 inline constexpr int kMaxPushRanks = 16;
 inline constexpr int kMaxPushBlocks = 32;
 inline constexpr int kPushUnitBytes = 16;     // what one thread stores at once
+inline constexpr int kPushLineBytes = 8;      // of a message, in one flagged line of 16 bytes
 inline constexpr int kPushFlagWords = 32;     // between two flags: each has a cache line
 inline constexpr uint32_t kNumPushSlots = 3;  // receive generations, see push_group.cc
 
@@ -32,14 +33,18 @@ struct PushPlace {
   uint32_t slot = 0;
 };
 
+// Where bytes between this rank and one other go.
 struct PushPeer {
-  std::byte* slot = nullptr;        // in that rank's memory: where it wants this rank's bytes
-  uint32_t* flags_there = nullptr;  // in that rank's memory: this rank's, [kMaxPushBlocks]
-  uint32_t* flags_here = nullptr;   // in this rank's memory: that rank's, [kMaxPushBlocks]
+  std::byte* slot_there = nullptr;   // in that rank's memory: this rank's message
+  std::byte* slot_here = nullptr;    // in this rank's memory: that rank's message
+  std::byte* lines_there = nullptr;  // the same, as flagged lines
+  std::byte* lines_here = nullptr;
+  uint32_t* flags_there = nullptr;  // [kMaxPushBlocks] in that rank's memory: this rank's
+  uint32_t* flags_here = nullptr;   // [kMaxPushBlocks] in this rank's memory: that rank's
 };
 
 struct PushGather {
-  PushPeer peers[kMaxPushRanks];  // by rank, own included (its slot only)
+  PushPeer peers[kMaxPushRanks];  // by rank, own included (its slots only)
   const std::byte* mine = nullptr;
   int64_t units = 0;  // of kPushUnitBytes; 0: ranks only meet
   uint64_t timeout_ns = 0;
@@ -51,6 +56,7 @@ struct PushGather {
   int rank = 0;
   int world_size = 0;
   bool shares_device = false;  // with another rank
+  bool is_flagged = false;     // the message goes as flagged lines
 };
 
 void LaunchPushGather(const LaunchContext& launch, const PushGather& gather);

@@ -158,6 +158,26 @@ __device__ __forceinline__ void StoreReleaseSystem(uint32_t* flag, uint32_t valu
   asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
+// Words in memory that other devices read or write at the same time: each word whole, the two in no
+// order, nothing else ordered by them.
+struct alignas(16) WordPair {
+  uint64_t first;
+  uint64_t second;
+};
+__device__ __forceinline__ WordPair LoadRelaxedSystem(const WordPair* words) {
+  WordPair pair;
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];"
+               : "=l"(pair.first), "=l"(pair.second)
+               : "l"(__cvta_generic_to_global(words))
+               : "memory");
+  return pair;
+}
+__device__ __forceinline__ void StoreRelaxedSystem(WordPair* words, WordPair pair) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(__cvta_generic_to_global(words)),
+               "l"(pair.first), "l"(pair.second)
+               : "memory");
+}
+
 __device__ __forceinline__ uint64_t GlobalTimerNs() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));

@@ -528,4 +528,24 @@ void StoreReleaseSystem(uint32_t* flag, uint32_t value) {
   std::atomic_ref<uint32_t>(*flag).store(value, std::memory_order_release);
 }
 
+WordPair LoadRelaxedSystem(const WordPair* words) {
+  // Whole blocks look at words, most of which are there: the OS need not be asked each time.
+  thread_local unsigned looks = 0;
+  if (++looks % 32 == 0) {
+    emulator::Yield();
+  } else {
+    emulator::Resume(emulator::NextReady());
+  }
+  emulator::CheckAligned(words, 16, "a load of two words that is not 16-byte aligned");
+  auto& pair = *const_cast<WordPair*>(words);
+  return {std::atomic_ref<uint64_t>(pair.first).load(std::memory_order_relaxed),
+          std::atomic_ref<uint64_t>(pair.second).load(std::memory_order_relaxed)};
+}
+
+void StoreRelaxedSystem(WordPair* words, WordPair pair) {
+  emulator::CheckAligned(words, 16, "a store of two words that is not 16-byte aligned");
+  std::atomic_ref<uint64_t>(words->first).store(pair.first, std::memory_order_relaxed);
+  std::atomic_ref<uint64_t>(words->second).store(pair.second, std::memory_order_relaxed);
+}
+
 }  // namespace ds4::cuda

@@ -311,6 +311,12 @@ inline void GridDependencyWait() { emulator::MarkDependencyWait(); }
 inline void LaunchDependents() {}
 uint32_t LoadAcquireSystem(const uint32_t* flag);
 void StoreReleaseSystem(uint32_t* flag, uint32_t value);
+struct alignas(16) WordPair {
+  uint64_t first;
+  uint64_t second;
+};
+WordPair LoadRelaxedSystem(const WordPair* words);
+void StoreRelaxedSystem(WordPair* words, WordPair pair);
 inline uint64_t GlobalTimerNs() { return emulator::NowNs(); }
 
 // A LaunchContext, and where Launch was called: the name of a kernel in reports.

@@ -142,20 +142,31 @@ void RunRanks(int world_size, const std::function<void(Rank&)>& run) {
   }
 }
 
-DeviceGroup::Options OptionsFor(Kind kind, milliseconds timeout = milliseconds(20'000)) {
-  return {.kind = kind, .max_bytes = kMaxBytes, .timeout = timeout};
+constexpr int64_t kFlaggedBytes = 32 << 10;
+
+DeviceGroup::Options OptionsFor(Kind kind, milliseconds timeout = milliseconds(20'000),
+                                int64_t flagged_bytes = kFlaggedBytes) {
+  return {.kind = kind, .max_bytes = kMaxBytes, .flagged_bytes = flagged_bytes, .timeout = timeout};
 }
 
 struct Setup {
   Kind kind;
   int world_size;
+  int64_t flagged_bytes = 0;
+
+  DeviceGroup::Options Options(milliseconds timeout = milliseconds(20'000)) const {
+    return OptionsFor(kind, timeout, flagged_bytes);
+  }
 };
 class DeviceGroupTest : public testing::TestWithParam<Setup> {};
 INSTANTIATE_TEST_SUITE_P(Kinds, DeviceGroupTest,
                          testing::Values(Setup{Kind::kPush, 2}, Setup{Kind::kPush, 4},
+                                         Setup{Kind::kPush, 2, kFlaggedBytes},
+                                         Setup{Kind::kPush, 3, kFlaggedBytes},
                                          Setup{Kind::kHost, 2}, Setup{Kind::kHost, 3}),
                          [](const auto& test) {
-                           return StrCat(DeviceGroupKindName(test.param.kind), "_of_",
+                           return StrCat(DeviceGroupKindName(test.param.kind),
+                                         test.param.flagged_bytes > 0 ? "_flagged" : "", "_of_",
                                          test.param.world_size);
                          });
 
@@ -163,7 +174,7 @@ INSTANTIATE_TEST_SUITE_P(Kinds, DeviceGroupTest,
 // multiple of the blocks, a decode row, many units a thread.
 TEST_P(DeviceGroupTest, EveryRankReadsWhatEveryRankSent) {
   RunRanks(GetParam().world_size, [](Rank& rank) {
-    ASSERT_EQ(rank.Create(OptionsFor(GetParam().kind)), OkStatus());
+    ASSERT_EQ(rank.Create(GetParam().Options()), OkStatus());
     uint32_t number = 1;
     for (const int64_t bytes : {16L, 48L, 2064L, 16L << 10, 33'008L, 131'120L, long{kMaxBytes}}) {
       for (int repeat = 0; repeat < 2; ++repeat) {
@@ -176,7 +187,7 @@ TEST_P(DeviceGroupTest, EveryRankReadsWhatEveryRankSent) {
 TEST_P(DeviceGroupTest, AMessageIsReadableUntilTheSecondNextGather) {
   constexpr int64_t kBytes = 4096;
   RunRanks(GetParam().world_size, [](Rank& rank) {
-    ASSERT_EQ(rank.Create(OptionsFor(GetParam().kind)), OkStatus());
+    ASSERT_EQ(rank.Create(GetParam().Options()), OkStatus());
     const int last = rank.world_size() - 1;
     std::vector<const std::byte*> gathered;
     for (uint32_t number = 0; number < 9; ++number) {
@@ -192,7 +203,7 @@ TEST_P(DeviceGroupTest, AMessageIsReadableUntilTheSecondNextGather) {
 
 TEST_P(DeviceGroupTest, AMessageThatCannotBeSentIsRefusedAndHurtsNothing) {
   RunRanks(GetParam().world_size, [](Rank& rank) {
-    ASSERT_EQ(rank.Create(OptionsFor(GetParam().kind)), OkStatus());
+    ASSERT_EQ(rank.Create(GetParam().Options()), OkStatus());
     for (const int64_t bytes : {int64_t{0}, int64_t{8}, int64_t{-16}, kMaxBytes + 16}) {
       const Status status = rank.Gather(bytes);
       EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
@@ -207,7 +218,7 @@ TEST_P(DeviceGroupTest, AMessageThatCannotBeSentIsRefusedAndHurtsNothing) {
 
 TEST_P(DeviceGroupTest, AnAbortedGroupRefusesEverythingWithTheFirstReason) {
   RunRanks(GetParam().world_size, [](Rank& rank) {
-    ASSERT_EQ(rank.Create(OptionsFor(GetParam().kind)), OkStatus());
+    ASSERT_EQ(rank.Create(GetParam().Options()), OkStatus());
     rank.group().Abort(AbortedError("rank 7 is on fire"));
     rank.group().Abort(CancelledError("a second reason"));
     EXPECT_EQ(rank.group().CheckHealth(), AbortedError("rank 7 is on fire"));
@@ -219,7 +230,7 @@ TEST_P(DeviceGroupTest, AnAbortedGroupRefusesEverythingWithTheFirstReason) {
 // Rank 0 waits for a rank that does nothing, and another thread calls it off.
 TEST_P(DeviceGroupTest, AbortFromAnotherThreadEndsAWait) {
   RunRanks(GetParam().world_size, [](Rank& rank) {
-    ASSERT_EQ(rank.Create(OptionsFor(GetParam().kind, std::chrono::minutes(2))), OkStatus());
+    ASSERT_EQ(rank.Create(GetParam().Options(std::chrono::minutes(2))), OkStatus());
     if (rank.rank() == 0) {
       std::jthread other([&] {
         std::this_thread::sleep_for(milliseconds(50));
@@ -237,19 +248,22 @@ TEST_P(DeviceGroupTest, AbortFromAnotherThreadEndsAWait) {
 
 // A captured graph of any number of gathers, replayed often, with new messages in between: every
 // replay must deliver the messages of its own time.
-class DeviceGroupGraphTest : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(NumGathers, DeviceGroupGraphTest, testing::Values(1, 2, 3, 4, 7));
+class DeviceGroupGraphTest : public testing::TestWithParam<std::tuple<int, int64_t>> {};
+INSTANTIATE_TEST_SUITE_P(GathersAndFlaggedBytes, DeviceGroupGraphTest,
+                         testing::Combine(testing::Values(1, 2, 3, 4, 7),
+                                          testing::Values(0, 4096, kFlaggedBytes)));
 
 TEST_P(DeviceGroupGraphTest, ReplaysDeliverTheMessagesOfTheirTime) {
   constexpr int64_t kBytes = 2048;
-  const int num_gathers = GetParam();
-  RunRanks(2, [&](Rank& rank) {
-    ASSERT_EQ(rank.Create(OptionsFor(Kind::kPush)), OkStatus());
+  const auto [num_gathers, flagged_bytes] = GetParam();
+  const auto options = OptionsFor(Kind::kPush, milliseconds(20'000), flagged_bytes);
+  RunRanks(2, [&, num_gathers = num_gathers](Rank& rank) {
+    ASSERT_EQ(rank.Create(options), OkStatus());
     ASSERT_TRUE(rank.group().graph_safe());
     const int peer = 1 - rank.rank();
     auto graph = Graph::Capture(rank.stream(), [&]() -> Status {
       for (int i = 0; i < num_gathers; ++i) {
-        // Messages of several sizes use several numbers of blocks.
+        // Messages of several sizes use several numbers of blocks, and both ways.
         RETURN_IF_ERROR(rank.Gather(kBytes * (i % 3 + 1)));
         RETURN_IF_ERROR(rank.Keep(i, peer, kBytes));
       }
