@@ -230,8 +230,9 @@ AttentionArgs MakeArgs(const AttentionParams& params, const StepRows& step, int 
   args.scale = 1.0f / std::sqrt(static_cast<float>(params.head_dim));
   args.splits = static_cast<int>(CeilDiv(job.max_keys, kAttentionSplit));
   args.partial = reinterpret_cast<float*>(job.scratch);
-  args.softmax = reinterpret_cast<float2*>(
-      args.partial + static_cast<int64_t>(rows) * params.num_heads * args.splits * params.head_dim);
+  const int64_t scratch_rows = std::min<int64_t>(rows, SplitRows(params));
+  args.softmax = reinterpret_cast<float2*>(args.partial + scratch_rows * params.num_heads *
+                                                              args.splits * params.head_dim);
   return args;
 }
 

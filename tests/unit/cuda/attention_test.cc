@@ -144,7 +144,9 @@ Output Attend(Problem& problem, Kernel kernel, int num_sms = 4) {
   }
   job.max_keys = problem.max_keys();
   job.heads_per_group = problem.heads_per_group;
-  job.scratch = bench.Allocate(AttentionScratchBytes(params, rows, job.max_keys));
+  const int64_t scratch_bytes = AttentionScratchBytes(params, rows, job.max_keys);
+  const std::vector<uint8_t> scratch(scratch_bytes + 4096, 0x55);
+  job.scratch = reinterpret_cast<std::byte*>(bench.Upload(scratch));
 
   const int64_t cols = problem.cols(), tile_rows = (rows + 7) / 8 * 8;
   const bool quantised = params.head_dim % 32 == 0;
@@ -167,6 +169,8 @@ Output Attend(Problem& problem, Kernel kernel, int num_sms = 4) {
     LaunchPrefillAttention(bench.launch, params, step, rows, rope, job, cache);
   }
   bench.Finish();
+  const std::vector<uint8_t> behind = bench.Download<uint8_t>(job.scratch + scratch_bytes, 4096);
+  EXPECT_EQ(behind, std::vector<uint8_t>(4096, 0x55)) << "the launch wrote past its scratch";
   Output output;
   output.f32 = bench.Download<float>(job.out.f32, rows * cols);
   output.bf16 = bench.Download<uint16_t>(job.out.bf16, rows * cols);
