@@ -11,6 +11,8 @@
 // 1 has been done, readers of slot n mod 3 (gather n - 3, read until the second next gather, n - 1)
 // among it. With two slots readers would have to end before the next gather. A rank can never be
 // more than one gather ahead, so flags that only count up are enough.
+// (Flagged words order nothing but themselves. What they stand for here was done before the kernel
+// that sent them began, and is used after the kernel that read them has ended.)
 // EvenUp: the readers' time is over when it comes, so after one more meeting every slot is free. It
 // is left out when the slots have come around by themselves.
 #include <unistd.h>

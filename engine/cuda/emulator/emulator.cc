@@ -493,6 +493,7 @@ std::string CheckLaunch(const KernelCall& call) {
 void RunGrid(const KernelCall& call) {
   Machine& m = machine;
   CHECK(m.call == nullptr) << "a launch from inside of a kernel";
+  FenceSystem();  // as between two kernels of a stream
   m.call = &call;
   m.num_threads = call.block.x * call.block.y * call.block.z;
   m.num_warps = m.num_threads / 32;
