@@ -1,14 +1,12 @@
 // Products of many rows: tiles of 256 weight rows x 128 x rows by eight warps, each 64 x 64.
 //
 // A stage is 64 columns of K. x rows of four stages lie in shared memory, weights of four fetches
-// (raw packed bytes, 128 columns each, 64 for 16-bit types); both come by asynchronous copies three
-// stages ahead. Weights become bf16 fragments in registers one step (32 columns) before their
-// use, a tile of 16 rows between every sixteen matrix instructions, so that the tensor cores do not
-// wait for the arithmetic of the formats.
-#include <algorithm>
-
-#include "engine/base/check.h"
-#include "engine/cuda/gemm.cuh"
+// (raw packed bytes, 128 columns each, 64 for 16-bit types); both come by asynchronous copies up to
+// three stages ahead. Each warp turns its weights into bf16 fragments in registers, one tile of 16
+// rows and one step of 32 columns ahead of their use, so that the arithmetic of the formats fills
+// the gaps between matrix instructions. What bounds it: the tensor cores and the issue of
+// instructions, about equally (a stage takes 128 matrix instructions a warp and 600 others);
+// shared memory is busy for about half of that time.
 #include "engine/cuda/gemm.h"
 #include "engine/cuda/gemm_formats.cuh"
 #include "engine/tensor/iq2_xxs_grid.h"
@@ -40,29 +38,37 @@ struct Tile {
   bool routed = false;
 };
 
-// This thread's share of the copies of one tile.
+// This thread's share of the copies of one tile. What one stage reads once lies in shared memory,
+// for registers are full. Offsets count 16 bytes.
+struct Offsets {
+  uint32_t x[kGroups];  // 16 bytes of a row of each group of 32
+  uint32_t weights[2];  // the two tiles that this warp fetches
+  uint32_t lane_step;   // from the end of a lane's columns to the next lane
+  uint32_t lane_fetches;
+};
 struct Loader {
-  const std::byte* x[kGroups];  // 16 bytes of a row of each group of 32
-  const std::byte* weights[2];  // chunk of two tiles that this warp fetches
-  int64_t lane_step;            // from the end of a lane's columns to the next lane
-  int lane_fetches;             // fetches of one lane
-  int fetches_left;             // of this lane
-  int fetches, stages, groups;
+  const std::byte* x_base;
+  const std::byte* weight_base;  // moves from chunk to chunk
+  uint32_t fetches_left;         // of this lane
+  int stages, groups;
+};
+
+// Where a thread stands. Warps are in four rows (64 weight rows each) and two columns.
+struct Place {
+  int lane, warp;
+  __device__ int row() const { return warp / 2; }
+  __device__ int column() const { return warp % 2; }
 };
 
 struct Shared {
+  Place place;
   std::byte* x;
-  std::byte* weights;
-  float* scales;
+  std::byte* weights;  // fetches, then ready scales
+  Offsets* offsets;    // of this thread
   Tables tables;
   int* expert_tiles;  // [num_experts + 1] x blocks before each expert
 };
-
-__device__ __forceinline__ int Lane() { return static_cast<int>(threadIdx.x) % 32; }
-__device__ __forceinline__ int WarpIdx() { return static_cast<int>(threadIdx.x) / 32; }
-// Warps stand in four rows (64 weight rows each) and two columns.
-__device__ __forceinline__ int WarpRow() { return WarpIdx() / 2; }
-__device__ __forceinline__ int WarpColumn() { return WarpIdx() % 2; }
+static_assert(sizeof(Offsets) == 32);
 
 __device__ void MakeTables(const Args& args, const Shared& shared) {
   uint32_t* grid = const_cast<uint32_t*>(shared.tables.iq2_grid);
@@ -142,40 +148,46 @@ __device__ Tile TileAt(const Args& args, const Shared& shared, int index) {
   return tile;
 }
 
-// Slot 0..15 of the block to the tile of 16 weight rows; a warp's tiles 0, 1 are of the gate and
-// 2, 3 of up in a SwiGLU job. Slots past the end repeat the last tile; nobody stores their results.
-__device__ const std::byte* WeightTile(const Tile& tile, int slot) {
+// A warp fetches slots 2w and 2w + 1 of the block's sixteen tiles. In a SwiGLU job, of each four
+// slots (a row of warps) two are of the gate and two of up. Slots past the end repeat the last
+// tile, as x rows do; nobody stores their results.
+__device__ void PlaceWeights(const Shared& shared, const Tile& tile, Loader& loader) {
+  Offsets& offsets = *shared.offsets;
   const Job& job = *tile.job;
+  const bool swiglu = job.up != nullptr;
+  const int first = tile.row0 / 16 + (swiglu ? shared.place.warp / 2 * 2 : shared.place.warp * 2);
   const int last = (job.rows + 15) / 16 - 1;
-  const std::byte* matrix = job.weights;
-  int index = slot;
-  if (job.up != nullptr) {
-    index = slot / 4 * 2 + slot % 2;
-    if (slot % 4 >= 2) matrix = job.up;
+  loader.weight_base = swiglu && shared.place.warp % 2 == 1 ? job.up : job.weights;
+  loader.weight_base += static_cast<int64_t>(tile.expert) * job.lanes * job.matrix_bytes;
+  for (int i = 0; i < 2; ++i) {
+    offsets.weights[i] = static_cast<uint32_t>(min(first + i, last) * job.tile_bytes / 16);
   }
-  matrix += static_cast<int64_t>(tile.expert) * job.lanes * job.matrix_bytes;
-  return matrix + min(tile.row0 / 16 + index, last) * job.tile_bytes;
 }
 
 template <typename F>
-__device__ Loader MakeLoader(const Args& args, const Tile& tile) {
+__device__ Loader MakeLoader(const Args& args, const Shared& shared, const Tile& tile) {
+  Offsets& offsets = *shared.offsets;
   const Job& job = *tile.job;
   Loader loader;
   loader.groups = (tile.num_x + 31) / 32;
   const int thread = static_cast<int>(threadIdx.x);
+  loader.x_base = reinterpret_cast<const std::byte*>(job.x);
   for (int i = 0; i < kGroups; ++i) {
-    // Rows past the end repeat the last one; nobody stores their results.
     const int64_t place = tile.x0 + min(32 * i + thread / 8, tile.num_x - 1);
     const int64_t row = tile.routed && args.gather ? args.pairs[place] / args.used : place;
-    loader.x[i] = reinterpret_cast<const std::byte*>(job.x + row * job.x_stride + 8 * (thread % 8));
+    offsets.x[i] =
+        static_cast<uint32_t>(row * job.x_stride / 8) + static_cast<uint32_t>(thread % 8);
   }
-  for (int i = 0; i < 2; ++i) loader.weights[i] = WeightTile(tile, 2 * WarpIdx() + i);
-  loader.lane_step = job.matrix_bytes - job.tile_bytes;
-  loader.lane_fetches = job.lane_cols / F::kFetchCols;
-  loader.fetches_left = loader.lane_fetches;
-  loader.fetches = loader.lane_fetches * job.lanes;
+  PlaceWeights(shared, tile, loader);
+  offsets.lane_step = static_cast<uint32_t>((job.matrix_bytes - job.tile_bytes) / 16);
+  offsets.lane_fetches = static_cast<uint32_t>(job.lane_cols / F::kFetchCols);
+  loader.fetches_left = offsets.lane_fetches;
   loader.stages = job.lane_cols / kStageCols * job.lanes;
   return loader;
+}
+
+__device__ __forceinline__ const std::byte* At16(const std::byte* base, uint32_t offset) {
+  return base + static_cast<uint64_t>(offset) * 16;
 }
 
 template <typename F>
@@ -186,43 +198,42 @@ __device__ __forceinline__ std::byte* FetchSlot(const Shared& shared, int fetch)
 // Fetches are issued in rising order, each once.
 template <typename F>
 __device__ __forceinline__ void IssueFetch(Loader& loader, const Shared& shared, int fetch) {
-  if (fetch >= loader.fetches) return;
-  const int part = fetch % 2;
-  constexpr int kMain = F::kMainBytes / 16, kUnits = F::kTileBytes / 16;
+  if (fetch * (F::kFetchCols / kStageCols) >= loader.stages) return;
+  const uint4 offsets = LoadWords4(reinterpret_cast<const std::byte*>(shared.offsets->weights));
+  const int lane = shared.place.lane, part = fetch % 2;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    std::byte* to = FetchSlot<F>(shared, fetch) + (2 * WarpIdx() + i) * F::kTileBytes;
+    std::byte* to = FetchSlot<F>(shared, fetch) + (2 * shared.place.warp + i) * F::kTileBytes;
+    const std::byte* chunk = At16(loader.weight_base, i == 0 ? offsets.x : offsets.y);
+    const std::byte* main = chunk + part * F::kMainBytes + 16 * lane;
 #pragma unroll
-    for (int first = 0; first < kUnits; first += 32) {
-      const int unit = first + Lane();
-      if (unit < kUnits) {
-        const int from = unit < kMain ? part * F::kMainBytes + 16 * unit
-                                      : F::HeaderAt(part) + 16 * (unit - kMain);
-        CopyAsync16(to + 16 * unit, loader.weights[i] + from);
-      }
+    for (int at = 0; at < F::kMainBytes; at += 512) CopyAsync16(to + 16 * lane + at, main + at);
+    if (16 * lane < F::kHeaderBytes) {
+      CopyAsync16(to + F::kMainBytes + 16 * lane, chunk + F::HeaderAt(part) + 16 * lane);
     }
   }
-  int64_t step = part == 1 ? F::kChunkBytes : 0;
+  if (part == 1) loader.weight_base += F::kChunkBytes;
   if (--loader.fetches_left == 0) {
-    step += loader.lane_step;
-    loader.fetches_left = loader.lane_fetches;
+    loader.weight_base = At16(loader.weight_base, offsets.z);
+    loader.fetches_left = offsets.w;
   }
-  loader.weights[0] += step;
-  loader.weights[1] += step;
 }
 
 // Stages come in rising order. Row r's 16-byte unit u (of 8) is kept at u ^ 4 (r % 2): then the 16
 // bytes of eight lanes (two rows, four units) lie in different banks.
 template <typename F>
-__device__ __forceinline__ void IssueStage(Loader& loader, const Shared& shared, int stage) {
+__device__ __forceinline__ void IssueStage(Loader& loader, const Shared& shared, int stage,
+                                           int groups) {
   if (stage < loader.stages) {
-    const int row = static_cast<int>(threadIdx.x) / 8, unit = static_cast<int>(threadIdx.x) % 8;
+    const int row = shared.place.warp * 4 + shared.place.lane / 8, unit = shared.place.lane % 8;
     std::byte* to =
         shared.x + stage % kSlots * kXStageBytes + row * 128 + ((unit ^ (row % 2 * 4)) * 16);
+    const uint4 all = LoadWords4(reinterpret_cast<const std::byte*>(shared.offsets->x));
+    const uint32_t offsets[kGroups] = {all.x, all.y, all.z, all.w};
+    const std::byte* x = loader.x_base + stage * (kStageCols * 2);
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
-      if (i < loader.groups) CopyAsync16(to + i * 32 * 128, loader.x[i]);
-      loader.x[i] += kStageCols * 2;
+      if (i < groups) CopyAsync16(to + i * 32 * 128, At16(x, offsets[i]));
     }
     if constexpr (F::kFetchCols == 128) {
       if (stage % 2 == 0) IssueFetch<F>(loader, shared, stage / 2 + 1);
@@ -235,150 +246,184 @@ __device__ __forceinline__ void IssueStage(Loader& loader, const Shared& shared,
 
 template <typename F>
 __device__ __forceinline__ float* ScaleSlot(const Shared& shared, int fetch) {
-  return shared.scales + fetch % 2 * (F::kScaleFloats * kScaleStride);
+  return reinterpret_cast<float*>(shared.weights + kSlots * kBlockTiles * F::kTileBytes) +
+         fetch % 2 * (F::kScaleFloats * kScaleStride);
 }
+
+// Floats of one ready scale: alone, or with an offset.
+template <typename F>
+constexpr int kRowFloats = F::kScaleFloats > 4 ? 2 : 1;
 
 // Ready scales of the two tiles that this warp fetched.
 template <typename F>
 __device__ __forceinline__ void MakeScales(const Shared& shared, int fetch) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int slot = 2 * WarpIdx() + i;
-    constexpr int kRowFloats = F::kScaleFloats == 8 || F::kScaleFloats == 16 ? 2 : 1;
-    F::MakeScales(FetchSlot<F>(shared, fetch) + slot * F::kTileBytes, fetch % 2, Lane(),
-                  ScaleSlot<F>(shared, fetch) + 16 * slot * kRowFloats);
+    const int slot = 2 * shared.place.warp + i;
+    F::MakeScales(FetchSlot<F>(shared, fetch) + slot * F::kTileBytes, fetch % 2, shared.place.lane,
+                  ScaleSlot<F>(shared, fetch) + 16 * slot * kRowFloats<F>);
   }
 }
 
+// What fragments of the warp's tile i at one step of a stage are made from.
 template <typename F>
-__device__ __forceinline__ void Dequant(const Shared& shared, int stage, int step, int i,
-                                        uint32_t (&a)[8]) {
+__device__ __forceinline__ typename F::Raw LoadRaw(const Shared& shared, int stage, int step,
+                                                   int i) {
   constexpr int kFetchStages = F::kFetchCols / kStageCols;
   const int fetch = stage / kFetchStages;
-  const int slot = WarpRow() * kWarpTiles + i;
-  constexpr int kRowFloats = F::kScaleFloats == 8 || F::kScaleFloats == 16 ? 2 : 1;
-  F::Dequant(FetchSlot<F>(shared, fetch) + slot * F::kTileBytes,
-             ScaleSlot<F>(shared, fetch) + 16 * slot * kRowFloats, stage % kFetchStages * 2 + step,
-             Lane(), shared.tables, a);
+  const int slot = shared.place.row() * kWarpTiles + i;
+  return F::Load(FetchSlot<F>(shared, fetch) + slot * F::kTileBytes,
+                 ScaleSlot<F>(shared, fetch) + 16 * slot * kRowFloats<F>,
+                 stage % kFetchStages * 2 + step, shared.place.lane);
 }
 
 using Sums = float[kWarpTiles][2 * kGroups][4];
 
-// B fragments of the two n tiles of a group: of lane 4g + t, row g's columns 8t..8t+7 of the step.
-__device__ __forceinline__ void LoadX(const std::byte* x, int group, int step,
-                                      uint32_t (&b)[2][4]) {
-  const int g = Lane() / 4, t = Lane() % 4;
+// B fragments of all n tiles for one step: of lane 4g + t, row g's columns 8t..8t+7.
+template <int kNum>
+__device__ __forceinline__ void LoadX(const Shared& shared, int stage, int step,
+                                      uint32_t (&b)[2 * kNum][4]) {
+  const int g = shared.place.lane / 4, t = shared.place.lane % 4;
+  const std::byte* x = shared.x + stage % kSlots * kXStageBytes +
+                       (16 * shared.place.column() + g) * 128 +
+                       (((4 * step + t) ^ (g % 2 * 4)) * 16);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = 32 * group + 16 * WarpColumn() + 8 * i + g;
-    const uint4 v = LoadWords4(x + row * 128 + (((4 * step + t) ^ (g % 2 * 4)) * 16));
-    b[i][0] = v.x;
-    b[i][1] = v.y;
-    b[i][2] = v.z;
-    b[i][3] = v.w;
+  for (int n = 0; n < 2 * kNum; ++n) {
+    const uint4 v = LoadWords4(x + (n / 2 * 32 + n % 2 * 8) * 128);
+    b[n][0] = v.x;
+    b[n][1] = v.y;
+    b[n][2] = v.z;
+    b[n][3] = v.w;
   }
 }
 
-__device__ __forceinline__ void MultiplyGroup(const uint32_t (&a)[kWarpTiles][8],
-                                              const uint32_t (&b)[2][4], Sums& sums, int group) {
+// One tile of 16 weight rows, one step. Instructions on the same sums stand as far apart as can be.
+template <int kNum>
+__device__ __forceinline__ void MultiplyTile(const uint32_t (&a)[8],
+                                             const uint32_t (&b)[2 * kNum][4],
+                                             float (&sums)[2 * kGroups][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
+    const uint32_t rows[4] = {a[4 * half], a[4 * half + 1], a[4 * half + 2], a[4 * half + 3]};
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < 2 * kNum; ++n) {
       const uint32_t columns[2] = {b[n][2 * half], b[n][2 * half + 1]};
-#pragma unroll
-      for (int i = 0; i < kWarpTiles; ++i) {
-        const uint32_t rows[4] = {a[i][4 * half], a[i][4 * half + 1], a[i][4 * half + 2],
-                                  a[i][4 * half + 3]};
-        MmaBf16(sums[i][2 * group + n], rows, columns);
-      }
+      MmaBf16(sums[n], rows, columns);
     }
   }
 }
 
-// One step of 32 columns with fragments `a`, while the next step's are made.
-template <typename F>
-__device__ __forceinline__ void Step(const Shared& shared, int stage, int step, int groups,
-                                     const uint32_t (&a)[kWarpTiles][8],
-                                     uint32_t (&next)[kWarpTiles][8], Sums& sums) {
-  const std::byte* x = shared.x + stage % kSlots * kXStageBytes;
-  uint32_t b[2][2][4];
-  LoadX(x, 0, step, b[0]);
+// One step of a stage, for the first kNum groups of x rows. `a` holds the fragments of the step's
+// first tile, then those of the next step's: while the tensor cores work on one tile, the next
+// one's are made. `b`: of this step, then, unless it is the stage's last, of the next.
+template <typename F, int kNum, int kStep>
+__device__ __forceinline__ void MultiplyStep(const Shared& shared, int stage, uint32_t (&a)[2][8],
+                                             uint32_t (&b)[2 * kNum][4], Sums& sums) {
 #pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    if (group + 1 < kGroups) LoadX(x, group + 1, step, b[(group + 1) % 2]);
-    if (group < groups) MultiplyGroup(a, b[group % 2], sums, group);
-    Dequant<F>(shared, stage + step, 1 - step, group, next[group]);
+  for (int i = 0; i < kWarpTiles; ++i) {
+    const bool last = i + 1 == kWarpTiles;
+    const auto raw = last ? LoadRaw<F>(shared, stage + kStep, 1 - kStep, 0)
+                          : LoadRaw<F>(shared, stage, kStep, i + 1);
+    MultiplyTile<kNum>(a[i % 2], b, sums[i]);
+    // Keeps the compiler from loading further ahead than there are registers for.
+    __syncwarp();
+    if (last && kStep == 0) LoadX<kNum>(shared, stage, 1, b);
+    F::Fragments(raw, shared.tables, a[(i + 1) % 2]);
   }
 }
 
 template <typename F>
 __device__ __forceinline__ void Prologue(Loader& loader, const Shared& shared) {
   if constexpr (F::kFetchCols == 128) IssueFetch<F>(loader, shared, 0);
-  for (int stage = 0; stage < kSlots - 1; ++stage) IssueStage<F>(loader, shared, stage);
+  for (int stage = 0; stage < kSlots - 1; ++stage) {
+    IssueStage<F>(loader, shared, stage, loader.groups);
+  }
 }
 
-// Stage s's fragments of step 1 are made in its step 0, those of stage s + 1's step 0 in its step
-// 1: the weights must be there one stage before x. With 128 columns a fetch, group s (even) brings
-// fetch s / 2 + 1, whose scales are made in stage s and read from stage s + 1's step 1 on. With 64,
-// group s brings fetch s, so one group more must have come.
 template <typename F>
-__device__ __forceinline__ void Multiply(Loader& loader, const Shared& shared, bool active,
-                                         Sums& sums) {
-  constexpr int kPending = F::kFetchCols == 128 ? kSlots - 2 : kSlots - 3;
-  uint32_t even[kWarpTiles][8], odd[kWarpTiles][8];
-  CopyAsyncWait<kPending>();
+constexpr int kPending = F::kFetchCols == 128 ? kSlots - 2 : kSlots - 3;
+
+// The next stage's first fragments are made at a stage's end: weights must be there one stage
+// before x. With 128 columns a fetch, group s (even) brings fetch s / 2 + 1, whose scales are made
+// in stage s and read from the end of stage s + 1 on. With 64, group s brings fetch s, so one group
+// more must have come.
+template <typename F, int kNum>
+__device__ __forceinline__ void MultiplyStages(Loader& loader, const Shared& shared, Sums& sums) {
+  uint32_t a[2][8];
+  F::Fragments(LoadRaw<F>(shared, 0, 0, 0), shared.tables, a[0]);
+#pragma unroll 1
+  for (int stage = 0; stage < loader.stages; ++stage) {
+    CopyAsyncWait<kPending<F>>();
+    __syncthreads();
+    uint32_t b[2 * kNum][4];
+    LoadX<kNum>(shared, stage, 0, b);
+    MultiplyStep<F, kNum, 0>(shared, stage, a, b, sums);
+    // In mid-stage, when the other warps keep the tensor cores busy.
+    IssueStage<F>(loader, shared, stage + kSlots - 1, kNum);
+    if constexpr (F::kScaleFloats > 0) {
+      if (stage % 2 == 0 && stage + 2 < loader.stages) MakeScales<F>(shared, stage / 2 + 1);
+    }
+    MultiplyStep<F, kNum, 1>(shared, stage, a, b, sums);
+  }
+}
+
+// The loop has no branch but its own, so that sums stay where they are and matrix instructions need
+// no convergence: hence one loop for each number of groups. Formats that dense matrices use have
+// fewer; groups without rows then cost time, but change nothing.
+template <typename F>
+__device__ __forceinline__ void Multiply(Loader& loader, const Shared& shared, Sums& sums) {
+  CopyAsyncWait<kPending<F>>();
   __syncthreads();
   if constexpr (F::kScaleFloats > 0) {
     MakeScales<F>(shared, 0);
     __syncthreads();
   }
-#pragma unroll
-  for (int i = 0; i < kWarpTiles; ++i) Dequant<F>(shared, 0, 0, i, even[i]);
-#pragma unroll 1
-  for (int stage = 0; stage < loader.stages; ++stage) {
-    CopyAsyncWait<kPending>();
-    __syncthreads();
-    IssueStage<F>(loader, shared, stage + kSlots - 1);
-    if constexpr (F::kScaleFloats > 0) {
-      if (stage % 2 == 0 && stage / 2 + 1 < loader.fetches) MakeScales<F>(shared, stage / 2 + 1);
+  // A ballot tells the compiler that the whole warp goes one way.
+  const int groups = loader.groups;
+  if constexpr (F::kForExperts) {
+    if (__ballot_sync(kFullMask, groups == 1) != 0) {
+      return MultiplyStages<F, 1>(loader, shared, sums);
     }
-    if (active) {
-      Step<F>(shared, stage, 0, loader.groups, even, odd, sums);
-      Step<F>(shared, stage, 1, loader.groups, odd, even, sums);
+    if (__ballot_sync(kFullMask, groups == 3) != 0) {
+      return MultiplyStages<F, 3>(loader, shared, sums);
     }
   }
+  if (__ballot_sync(kFullMask, groups <= 2) != 0) {
+    return MultiplyStages<F, 2>(loader, shared, sums);
+  }
+  MultiplyStages<F, 4>(loader, shared, sums);
 }
 
 __device__ __forceinline__ void MultiplyAny(DType dtype, Loader& loader, const Shared& shared,
-                                            bool active, Sums& sums) {
+                                            Sums& sums) {
   switch (dtype) {
     case DType::kQ8_0:
-      return Multiply<Q8_0>(loader, shared, active, sums);
+      return Multiply<Q8_0>(loader, shared, sums);
     case DType::kQ4_K:
-      return Multiply<Q4_K>(loader, shared, active, sums);
+      return Multiply<Q4_K>(loader, shared, sums);
     case DType::kQ2_K:
-      return Multiply<Q2_K>(loader, shared, active, sums);
+      return Multiply<Q2_K>(loader, shared, sums);
     case DType::kIQ2_XXS:
-      return Multiply<Iq2Xxs>(loader, shared, active, sums);
+      return Multiply<Iq2Xxs>(loader, shared, sums);
     case DType::kMXFP4:
-      return Multiply<Mxfp4>(loader, shared, active, sums);
+      return Multiply<Mxfp4>(loader, shared, sums);
     case DType::kF16:
-      return Multiply<Plain16<true>>(loader, shared, active, sums);
+      return Multiply<Plain16<true>>(loader, shared, sums);
     default:
-      return Multiply<Plain16<false>>(loader, shared, active, sums);
+      return Multiply<Plain16<false>>(loader, shared, sums);
   }
 }
 
 template <typename F>
 __device__ __forceinline__ Loader StartAs(const Args& args, const Shared& shared,
                                           const Tile& tile) {
-  Loader loader = MakeLoader<F>(args, tile);
+  Loader loader = MakeLoader<F>(args, shared, tile);
   Prologue<F>(loader, shared);
   return loader;
 }
 
-__device__ __forceinline__ Loader Start(const Args& args, const Shared& shared, const Tile& tile) {
+__device__ Loader Start(const Args& args, const Shared& shared, int index) {
+  const Tile tile = TileAt(args, shared, index);
   switch (tile.job->dtype) {
     case DType::kQ8_0:
       return StartAs<Q8_0>(args, shared, tile);
@@ -395,34 +440,54 @@ __device__ __forceinline__ Loader Start(const Args& args, const Shared& shared, 
   }
 }
 
-// x row of the block of lane's sums [n][c].
-__device__ __forceinline__ int XRow(int n, int c) {
-  return n / 2 * 32 + 16 * WarpColumn() + n % 2 * 8 + 2 * (Lane() % 4) + c % 2;
+// Tiles are looked up again where they are needed: kept over the loop, they would cost registers.
+__device__ __forceinline__ void MultiplyTileAt(const Args& args, const Shared& shared, int index,
+                                               Loader& loader, Sums& sums) {
+  MultiplyAny(TileAt(args, shared, index).job->dtype, loader, shared, sums);
 }
 
-__device__ __forceinline__ void StorePlain(const Tile& tile, const Sums& sums) {
-  const Job& job = *tile.job;
+// Calls put(x, n, odd) for each x row of this thread's sums: sums[i][n][odd] is of weight row 16i +
+// g of the warp's, sums[i][n][odd + 2] of 16i + g + 8.
+template <typename Put>
+__device__ __forceinline__ void ForEachX(const Shared& shared, const Tile& tile, const Put& put) {
 #pragma unroll
   for (int n = 0; n < 2 * kGroups; ++n) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int x = XRow(n, c);
-      if (x >= tile.num_x) continue;
-#pragma unroll
-      for (int i = 0; i < kWarpTiles; ++i) {
-        const int r = tile.row0 + (WarpRow() * kWarpTiles + i) * 16 + c / 2 * 8 + Lane() / 4;
-        if (r >= job.rows) continue;
-        float value = sums[i][n][c];
-        if (job.y != nullptr) {
-          float* y = job.y + (tile.x0 + x) * job.y_stride + r;
-          if (job.accumulate) value += *y;
-          *y = value;
-        }
-        if (job.out != nullptr) {
-          job.out[(tile.x0 + x) * job.out_stride + r] = FloatToBf16(value);
-        }
-      }
+    for (int odd = 0; odd < 2; ++odd) {
+      const int x =
+          n / 2 * 32 + 16 * shared.place.column() + n % 2 * 8 + 2 * (shared.place.lane % 4) + odd;
+      if (x < tile.num_x) put(x, n, odd);
     }
+  }
+}
+
+__device__ __forceinline__ void StorePlain(const Shared& shared, const Tile& tile,
+                                           const Sums& sums) {
+  const Job& job = *tile.job;
+  const int row = tile.row0 + shared.place.row() * (16 * kWarpTiles) + shared.place.lane / 4;
+  const int rows_left = job.rows - row;
+  const auto for_each_row = [&](int n, int odd, const auto& put) {
+#pragma unroll
+    for (int i = 0; i < 2 * kWarpTiles; ++i) {
+      if (8 * i < rows_left) put(8 * i, sums[i / 2][n][odd + i % 2 * 2]);
+    }
+  };
+  if (job.y != nullptr && job.accumulate) {
+    ForEachX(shared, tile, [&](int x, int n, int odd) {
+      float* y = job.y + (tile.x0 + x) * job.y_stride + row;
+      for_each_row(n, odd, [&](int r, float value) { y[r] += value; });
+    });
+  } else if (job.y != nullptr) {
+    ForEachX(shared, tile, [&](int x, int n, int odd) {
+      float* y = job.y + (tile.x0 + x) * job.y_stride + row;
+      for_each_row(n, odd, [&](int r, float value) { y[r] = value; });
+    });
+  }
+  if (job.out != nullptr) {
+    ForEachX(shared, tile, [&](int x, int n, int odd) {
+      uint16_t* out = job.out + (tile.x0 + x) * job.out_stride + row;
+      for_each_row(n, odd, [&](int r, float value) { out[r] = FloatToBf16(value); });
+    });
   }
 }
 
@@ -432,32 +497,45 @@ __device__ __forceinline__ float SwiGlu(float gate, float up, float limit, float
   return gate / (1.0f + expf(-gate)) * up * weight;
 }
 
-__device__ __forceinline__ void StoreSwiGlu(const Args& args, const Tile& tile, const Sums& sums) {
+__device__ __forceinline__ void StoreSwiGlu(const Args& args, const Shared& shared,
+                                            const Tile& tile, const Sums& sums) {
   const Job& job = *tile.job;
+  // Columns of `out` for the thread's four rows; -1 past the last.
+  int columns[4];
 #pragma unroll
-  for (int n = 0; n < 2 * kGroups; ++n) {
+  for (int i = 0; i < 4; ++i) {
+    const int r = tile.row0 + shared.place.row() * 32 + 8 * i + shared.place.lane / 4;
+    columns[i] =
+        r < job.rows ? r / job.out_lane_cols * job.out_lane_stride + r % job.out_lane_cols : -1;
+  }
+  ForEachX(shared, tile, [&](int x, int n, int odd) {
+    const float weight = tile.routed ? args.pair_weight[args.pairs[tile.x0 + x]] : 1.0f;
+    uint16_t* out = job.out + (tile.x0 + x) * job.out_stride;
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int x = XRow(n, c);
-      if (x >= tile.num_x) continue;
-      const float weight = tile.routed ? args.pair_weight[args.pairs[tile.x0 + x]] : 1.0f;
-#pragma unroll
-      for (int i = 0; i < kWarpTiles / 2; ++i) {
-        const int r = tile.row0 + (WarpRow() * 2 + i) * 16 + c / 2 * 8 + Lane() / 4;
-        if (r >= job.rows) continue;
-        const float value = SwiGlu(sums[i][n][c], sums[i + 2][n][c], job.limit, weight);
-        job.out[(tile.x0 + x) * job.out_stride + r / job.out_lane_cols * job.out_lane_stride +
-                r % job.out_lane_cols] = FloatToBf16(value);
-      }
+    for (int i = 0; i < 4; ++i) {
+      const int c = odd + i % 2 * 2;
+      const float value = SwiGlu(sums[i / 2][n][c], sums[i / 2 + 2][n][c], job.limit, weight);
+      if (columns[i] >= 0) out[columns[i]] = FloatToBf16(value);
     }
+  });
+}
+
+__device__ __forceinline__ void Store(const Args& args, const Shared& shared, const Tile& tile,
+                                      const Sums& sums) {
+  if (tile.job->up != nullptr) {
+    StoreSwiGlu(args, shared, tile, sums);
+  } else {
+    StorePlain(shared, tile, sums);
   }
 }
 
 __device__ Shared MakeShared(std::byte* memory, const Args& args) {
   Shared shared;
+  const int thread = static_cast<int>(threadIdx.x);
+  shared.place = {thread % 32, thread / 32};
   shared.x = memory;
-  shared.weights = memory + kXBytes;
-  shared.scales = reinterpret_cast<float*>(memory + args.scales_at);
+  shared.offsets = reinterpret_cast<Offsets*>(memory + kXBytes) + threadIdx.x;
+  shared.weights = memory + kXBytes + kThreads * sizeof(Offsets);
   const uint32_t* tables = reinterpret_cast<const uint32_t*>(memory + args.tables_at);
   shared.tables = {tables, tables + 256};
   shared.expert_tiles = reinterpret_cast<int*>(memory + args.experts_at);
@@ -467,7 +545,7 @@ __device__ Shared MakeShared(std::byte* memory, const Args& args) {
 __global__ void __launch_bounds__(kThreads, 1) GemmKernel(const __grid_constant__ Args args) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
-  const Shared shared = MakeShared(memory, args);
+  Shared shared = MakeShared(memory, args);
   if (args.uses_iq2) MakeTables(args, shared);
   GridDependencyWait();
   int num_tiles = args.num_tiles;
@@ -476,55 +554,47 @@ __global__ void __launch_bounds__(kThreads, 1) GemmKernel(const __grid_constant_
   }
   int index = static_cast<int>(blockIdx.x);
   if (index >= num_tiles) return;
-  Tile tile = TileAt(args, shared, index);
-  Loader loader = Start(args, shared, tile);
-  for (;;) {
+  Loader loader = Start(args, shared, index);
+  while (index < num_tiles) {
+    // Else the compiler keeps the addresses of all formats in registers over all tiles.
+    shared.place.lane = __shfl_sync(kFullMask, shared.place.lane, shared.place.lane);
+    shared.place.warp = __shfl_sync(kFullMask, shared.place.warp, shared.place.lane);
     float sums[kWarpTiles][2 * kGroups][4] = {};
-    const int rows_of_warp = tile.job->up != nullptr ? 32 : 64;
-    const bool active = tile.row0 + WarpRow() * rows_of_warp < tile.job->rows;
-    MultiplyAny(tile.job->dtype, loader, shared, active, sums);
+    MultiplyTileAt(args, shared, index, loader, sums);
     __syncthreads();
-    // The next tile's first copies travel while this one's results are stored.
-    const Tile done = tile;
+    const int done = index;
     index += static_cast<int>(gridDim.x);
-    if (index < num_tiles) {
-      tile = TileAt(args, shared, index);
-      loader = Start(args, shared, tile);
-    }
-    if (done.job->up != nullptr) {
-      StoreSwiGlu(args, done, sums);
-    } else {
-      StorePlain(done, sums);
-    }
-    if (index >= num_tiles) return;
+    // The next tile's first copies travel while this one's results are stored.
+    if (index < num_tiles) loader = Start(args, shared, index);
+    Store(args, shared, TileAt(args, shared, done), sums);
   }
 }
 
 template <typename F>
-void Grow(int& weight_bytes, int& scale_bytes) {
-  weight_bytes = std::max(weight_bytes, kSlots * kBlockTiles * F::kTileBytes);
-  scale_bytes = std::max(scale_bytes, 2 * F::kScaleFloats * kScaleStride * 4);
+int WeightBytes() {
+  return kSlots * kBlockTiles * F::kTileBytes + 2 * F::kScaleFloats * kScaleStride * 4;
 }
 
-void GrowFor(DType dtype, int& weight_bytes, int& scale_bytes) {
+// Shared memory for fetches of this type and their scales.
+int WeightBytes(DType dtype) {
   switch (dtype) {
     case DType::kQ8_0:
-      return Grow<Q8_0>(weight_bytes, scale_bytes);
+      return WeightBytes<Q8_0>();
     case DType::kQ4_K:
-      return Grow<Q4_K>(weight_bytes, scale_bytes);
+      return WeightBytes<Q4_K>();
     case DType::kQ2_K:
-      return Grow<Q2_K>(weight_bytes, scale_bytes);
+      return WeightBytes<Q2_K>();
     case DType::kIQ2_XXS:
-      return Grow<Iq2Xxs>(weight_bytes, scale_bytes);
+      return WeightBytes<Iq2Xxs>();
     case DType::kMXFP4:
-      return Grow<Mxfp4>(weight_bytes, scale_bytes);
+      return WeightBytes<Mxfp4>();
     case DType::kF16:
-      return Grow<Plain16<true>>(weight_bytes, scale_bytes);
     case DType::kBF16:
-      return Grow<Plain16<false>>(weight_bytes, scale_bytes);
+      return WeightBytes<Plain16<true>>();
     default:
       CHECK(false) << "no product of many rows for weights of type " << Info(dtype).name
                    << ": use LaunchProducts";
+      return 0;
   }
 }
 
@@ -550,11 +620,11 @@ Job MakeJob(const PackedMatrix& w, int lanes, const ActivationView& x, int64_t x
 
 void LaunchTiles(const LaunchContext& launch, Args& args) {
   const int all_jobs = args.num_jobs + (args.num_experts > 0 ? 1 : 0);
-  int weight_bytes = 0, scale_bytes = 0;
+  int weight_bytes = 0;
   args.num_tiles = 0;
   for (int j = 0; j < all_jobs; ++j) {
     Job& job = args.jobs[j];
-    GrowFor(job.dtype, weight_bytes, scale_bytes);
+    weight_bytes = std::max(weight_bytes, WeightBytes(job.dtype));
     args.uses_iq2 = args.uses_iq2 || job.dtype == DType::kIQ2_XXS;
     const int rows = job.up != nullptr ? kBlockRows / 2 : kBlockRows;
     job.row_blocks = (job.rows + rows - 1) / rows;
@@ -563,8 +633,7 @@ void LaunchTiles(const LaunchContext& launch, Args& args) {
     if (j < args.num_jobs) args.num_tiles += job.row_blocks * job.x_blocks;
   }
   if (args.uses_iq2) std::copy(kIq2XxsCodes.begin(), kIq2XxsCodes.end(), args.iq2_codes);
-  args.scales_at = kXBytes + weight_bytes;
-  args.tables_at = args.scales_at + scale_bytes;
+  args.tables_at = kXBytes + kThreads * static_cast<int>(sizeof(Offsets)) + weight_bytes;
   args.experts_at = args.tables_at + (args.uses_iq2 ? 384 * 4 : 0);
   const int shared_bytes =
       args.experts_at + (args.num_experts > 0 ? (args.num_experts + 1) * 4 : 0);
@@ -588,6 +657,7 @@ void LaunchGemm(const LaunchContext& launch, std::span<const GemmJob> jobs) {
       job.y_stride = from.y_stride;
       job.accumulate = from.accumulate;
       if (from.out.bf16 != nullptr) {
+        CHECK(!from.accumulate) << "accumulate is for y alone";
         CHECK(from.out_col + from.w.rows <= from.out.cols)
             << "columns " << from.out_col << " + " << from.w.rows << " of " << from.out.cols;
         job.out = from.out.bf16 + from.out_col;

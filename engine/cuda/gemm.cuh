@@ -55,7 +55,6 @@ struct Args {
   const int32_t* pairs = nullptr;
   const float* pair_weight = nullptr;
   // Parts of shared memory.
-  int scales_at = 0;
   int tables_at = 0;
   int experts_at = 0;
   bool uses_iq2 = false;

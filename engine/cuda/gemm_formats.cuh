@@ -6,10 +6,11 @@
 //                      part * kMainBytes of the chunk, then kHeaderBytes at HeaderAt(part)
 //   kTileBytes         of a fetched tile in shared memory: main part, then header
 //   kScaleFloats       floats of ready scales that MakeScales leaves for each row of a fetch
-//   Dequant            one step of 32 columns: a[0..3] for columns 8t..8t+3 and a[4..7] for
-//   8t+4..+7
-//                      of each lane's octet (rows g and g + 8), the permutation of K that lets both
-//                      operands be read in runs of 16 bytes
+//   kForExperts        whether experts come in it: then few x rows are worth code of their own
+//   Load               what a lane needs of one step of 32 columns, from shared memory
+//   Fragments          that as a[0..3] for columns 8t..8t+3 and a[4..7] for 8t+4..+7 of each lane's
+//                      octet (rows g and g + 8), the permutation of K that lets both operands be
+//                      read in runs of 16 bytes
 // A weight is computed in float32 (exactly, before the rounding to bf16, for the formats without a
 // minimum) and rounded once.
 #pragma once
@@ -79,6 +80,7 @@ __device__ __forceinline__ void StoreScales(float* scales, int lane, float row_g
 
 struct Q8_0 {
   static constexpr int kChunkBytes = 4352, kFetchCols = 128, kMainBytes = 2048, kHeaderBytes = 128;
+  static constexpr bool kForExperts = false;
   static constexpr int kTileBytes = kMainBytes + kHeaderBytes;
   static constexpr int kScaleFloats = 4;
   __device__ static int HeaderAt(int part) { return 4096 + 128 * part; }
@@ -88,13 +90,20 @@ struct Q8_0 {
     const float2 d = Half2ToFloat2(LoadWord(tile + kMainBytes + 4 * lane));
     StoreScales(scales, lane, d.x, d.y);
   }
-  __device__ __forceinline__ static void Dequant(const std::byte* tile, const float* scales,
-                                                 int step, int lane, const Tables&,
-                                                 uint32_t (&a)[8]) {
-    const uint4 w = LoadWords4(tile + 512 * step + 16 * lane);
+  struct Raw {
+    uint4 w;
+    float scale, scale8;  // of rows g and g + 8
+  };
+  __device__ __forceinline__ static Raw Load(const std::byte* tile, const float* scales, int step,
+                                             int lane) {
     const float* scale = scales + step * kScaleStride + lane / 4;
-    Octet(w.x ^ 0x80808080u, w.z ^ 0x80808080u, scale[0], a[0], a[2], a[4], a[6]);
-    Octet(w.y ^ 0x80808080u, w.w ^ 0x80808080u, scale[8], a[1], a[3], a[5], a[7]);
+    return {LoadWords4(tile + 512 * step + 16 * lane), scale[0], scale[8]};
+  }
+  __device__ __forceinline__ static void Fragments(const Raw& raw, const Tables&,
+                                                   uint32_t (&a)[8]) {
+    const uint4 w = raw.w;
+    Octet(w.x ^ 0x80808080u, w.z ^ 0x80808080u, raw.scale, a[0], a[2], a[4], a[6]);
+    Octet(w.y ^ 0x80808080u, w.w ^ 0x80808080u, raw.scale8, a[1], a[3], a[5], a[7]);
   }
   // Eight biased bytes of one row.
   __device__ __forceinline__ static void Octet(uint32_t low, uint32_t high, float ds, uint32_t& a0,
@@ -109,6 +118,7 @@ struct Q8_0 {
 
 struct Mxfp4 {
   static constexpr int kChunkBytes = 2176, kFetchCols = 128, kMainBytes = 1024, kHeaderBytes = 128;
+  static constexpr bool kForExperts = true;
   static constexpr int kTileBytes = kMainBytes + kHeaderBytes;
   static constexpr int kScaleFloats = 4;
   __device__ static int HeaderAt(int) { return 2048; }
@@ -122,13 +132,19 @@ struct Mxfp4 {
     const uint32_t both = LoadWord(tile + kMainBytes + 4 * lane) >> (16 * part);
     StoreScales(scales, lane, Scale(both & 255), Scale(both >> 8 & 255));
   }
-  __device__ __forceinline__ static void Dequant(const std::byte* tile, const float* scales,
-                                                 int step, int lane, const Tables&,
-                                                 uint32_t (&a)[8]) {
-    const uint2 w = LoadWords2(tile + 512 * (step / 2) + 16 * lane + 8 * (step % 2));
+  struct Raw {
+    uint2 w;
+    float scale, scale8;  // of rows g and g + 8
+  };
+  __device__ __forceinline__ static Raw Load(const std::byte* tile, const float* scales, int step,
+                                             int lane) {
     const float* scale = scales + step * kScaleStride + lane / 4;
-    Octet(w.x, scale[0], a[0], a[2], a[4], a[6]);
-    Octet(w.y, scale[8], a[1], a[3], a[5], a[7]);
+    return {LoadWords2(tile + 512 * (step / 2) + 16 * lane + 8 * (step % 2)), scale[0], scale[8]};
+  }
+  __device__ __forceinline__ static void Fragments(const Raw& raw, const Tables&,
+                                                   uint32_t (&a)[8]) {
+    Octet(raw.w.x, raw.scale, a[0], a[2], a[4], a[6]);
+    Octet(raw.w.y, raw.scale8, a[1], a[3], a[5], a[7]);
   }
   // Nibbles in the order of columns 0 4 1 5 2 6 3 7 of one row.
   __device__ __forceinline__ static void Octet(uint32_t w, float ds, uint32_t& a0, uint32_t& a1,
@@ -156,6 +172,7 @@ struct Mxfp4 {
 
 struct Q4_K {
   static constexpr int kChunkBytes = 2304, kFetchCols = 128, kMainBytes = 1024, kHeaderBytes = 256;
+  static constexpr bool kForExperts = true;
   static constexpr int kTileBytes = kMainBytes + kHeaderBytes;
   static constexpr int kScaleFloats = 8;
   __device__ static int HeaderAt(int) { return 2048; }
@@ -180,13 +197,20 @@ struct Q4_K {
     at[0] = RowScale(tile + kMainBytes + 16 * g, part, t);
     at[8] = RowScale(tile + kMainBytes + 16 * (g + 8), part, t);
   }
-  __device__ __forceinline__ static void Dequant(const std::byte* tile, const float* scales,
-                                                 int step, int lane, const Tables&,
-                                                 uint32_t (&a)[8]) {
-    const uint2 w = LoadWords2(tile + 512 * (step / 2) + 16 * lane + 8 * (step % 2));
+  struct Raw {
+    uint2 w;
+    float2 scale, scale8;  // of rows g and g + 8
+  };
+  __device__ __forceinline__ static Raw Load(const std::byte* tile, const float* scales, int step,
+                                             int lane) {
     const float2* scale = reinterpret_cast<const float2*>(scales) + step * kScaleStride + lane / 4;
-    Octet(w.x & 0x0f0f0f0fu, w.x >> 4 & 0x0f0f0f0fu, scale[0], a[0], a[2], a[4], a[6]);
-    Octet(w.y & 0x0f0f0f0fu, w.y >> 4 & 0x0f0f0f0fu, scale[8], a[1], a[3], a[5], a[7]);
+    return {LoadWords2(tile + 512 * (step / 2) + 16 * lane + 8 * (step % 2)), scale[0], scale[8]};
+  }
+  __device__ __forceinline__ static void Fragments(const Raw& raw, const Tables&,
+                                                   uint32_t (&a)[8]) {
+    const uint2 w = raw.w;
+    Octet(w.x & 0x0f0f0f0fu, w.x >> 4 & 0x0f0f0f0fu, raw.scale, a[0], a[2], a[4], a[6]);
+    Octet(w.y & 0x0f0f0f0fu, w.y >> 4 & 0x0f0f0f0fu, raw.scale8, a[1], a[3], a[5], a[7]);
   }
   // Eight codes of one row.
   __device__ __forceinline__ static void Octet(uint32_t low, uint32_t high, float2 scale,
@@ -201,6 +225,7 @@ struct Q4_K {
 
 struct Q2_K {
   static constexpr int kChunkBytes = 1344, kFetchCols = 128, kMainBytes = 512, kHeaderBytes = 320;
+  static constexpr bool kForExperts = true;
   static constexpr int kTileBytes = kMainBytes + kHeaderBytes;
   static constexpr int kScaleFloats = 16;  // (ds, offset) of eight sub-blocks
   __device__ static int HeaderAt(int) { return 1024; }
@@ -221,20 +246,28 @@ struct Q2_K {
     RowScales(tile + kMainBytes, part, t, g, at);
     RowScales(tile + kMainBytes, part, t, g + 8, at + 8);
   }
-  __device__ __forceinline__ static void Dequant(const std::byte* tile, const float* scales,
-                                                 int step, int lane, const Tables&,
-                                                 uint32_t (&a)[8]) {
-    const uint32_t w = LoadWord(tile + 16 * lane + 4 * step);
+  struct Raw {
+    uint32_t w;
+    float2 scale, scale8;  // of rows g and g + 8
+  };
+  __device__ __forceinline__ static Raw Load(const std::byte* tile, const float* scales, int step,
+                                             int lane) {
     // Columns 8t..8t+7 lie in sub-block t / 2 of the step.
     const float2* scale = reinterpret_cast<const float2*>(scales) +
                           (2 * step + lane % 4 / 2) * kScaleStride + lane / 4;
-    Q4_K::Octet(w & 0x03030303u, w >> 2 & 0x03030303u, scale[0], a[0], a[2], a[4], a[6]);
-    Q4_K::Octet(w >> 4 & 0x03030303u, w >> 6 & 0x03030303u, scale[8], a[1], a[3], a[5], a[7]);
+    return {LoadWord(tile + 16 * lane + 4 * step), scale[0], scale[8]};
+  }
+  __device__ __forceinline__ static void Fragments(const Raw& raw, const Tables&,
+                                                   uint32_t (&a)[8]) {
+    const uint32_t w = raw.w;
+    Q4_K::Octet(w & 0x03030303u, w >> 2 & 0x03030303u, raw.scale, a[0], a[2], a[4], a[6]);
+    Q4_K::Octet(w >> 4 & 0x03030303u, w >> 6 & 0x03030303u, raw.scale8, a[1], a[3], a[5], a[7]);
   }
 };
 
 struct Iq2Xxs {
   static constexpr int kChunkBytes = 1056, kFetchCols = 128, kMainBytes = 512, kHeaderBytes = 32;
+  static constexpr bool kForExperts = true;
   static constexpr int kTileBytes = kMainBytes + kHeaderBytes;
   static constexpr int kScaleFloats = 4;
   __device__ static int HeaderAt(int) { return 1024; }
@@ -253,13 +286,19 @@ struct Iq2Xxs {
     StoreScales(scales, lane, Scale(LoadHalfWord(d), codes >> 12 & 15),
                 Scale(LoadHalfWord(d + 16), codes >> 28));
   }
-  __device__ __forceinline__ static void Dequant(const std::byte* tile, const float* scales,
-                                                 int step, int lane, const Tables& tables,
-                                                 uint32_t (&a)[8]) {
-    const uint32_t w = LoadWord(tile + 16 * lane + 4 * step);
+  struct Raw {
+    uint32_t w;
+    float scale, scale8;  // of rows g and g + 8
+  };
+  __device__ __forceinline__ static Raw Load(const std::byte* tile, const float* scales, int step,
+                                             int lane) {
     const float* scale = scales + step * kScaleStride + lane / 4;
-    Octet(w, scale[0], tables, a[0], a[2], a[4], a[6]);
-    Octet(w >> 16, scale[8], tables, a[1], a[3], a[5], a[7]);
+    return {LoadWord(tile + 16 * lane + 4 * step), scale[0], scale[8]};
+  }
+  __device__ __forceinline__ static void Fragments(const Raw& raw, const Tables& tables,
+                                                   uint32_t (&a)[8]) {
+    Octet(raw.w, raw.scale, tables, a[0], a[2], a[4], a[6]);
+    Octet(raw.w >> 16, raw.scale8, tables, a[1], a[3], a[5], a[7]);
   }
   __device__ __forceinline__ static void Octet(uint32_t half, float ds, const Tables& tables,
                                                uint32_t& a0, uint32_t& a1, uint32_t& a2,
@@ -277,6 +316,7 @@ struct Iq2Xxs {
 template <bool kHalf>
 struct Plain16 {
   static constexpr int kChunkBytes = 4096, kFetchCols = 64, kMainBytes = 2048, kHeaderBytes = 0;
+  static constexpr bool kForExperts = false;
   static constexpr int kTileBytes = kMainBytes;
   static constexpr int kScaleFloats = 0;
   __device__ static int HeaderAt(int) { return 0; }
@@ -287,19 +327,25 @@ struct Plain16 {
     const float2 both = Half2ToFloat2(bits);
     return FloatsToBf162(both.x, both.y);
   }
-  __device__ __forceinline__ static void Dequant(const std::byte* tile, const float*, int step,
-                                                 int lane, const Tables&, uint32_t (&a)[8]) {
+  struct Raw {
+    uint4 first, second;  // columns 8t..8t+3 and the next four, rows g and g + 8
+  };
+  __device__ __forceinline__ static Raw Load(const std::byte* tile, const float*, int step,
+                                             int lane) {
     const int g = lane / 4, t = lane % 4;
     const std::byte* at = tile + 512 * (2 * step + t / 2) + 16 * (4 * g + 2 * t % 4);
-    const uint4 first = LoadWords4(at), second = LoadWords4(at + 16);
-    a[0] = Pair(first.x);
-    a[1] = Pair(first.y);
-    a[2] = Pair(first.z);
-    a[3] = Pair(first.w);
-    a[4] = Pair(second.x);
-    a[5] = Pair(second.y);
-    a[6] = Pair(second.z);
-    a[7] = Pair(second.w);
+    return {LoadWords4(at), LoadWords4(at + 16)};
+  }
+  __device__ __forceinline__ static void Fragments(const Raw& raw, const Tables&,
+                                                   uint32_t (&a)[8]) {
+    a[0] = Pair(raw.first.x);
+    a[1] = Pair(raw.first.y);
+    a[2] = Pair(raw.first.z);
+    a[3] = Pair(raw.first.w);
+    a[4] = Pair(raw.second.x);
+    a[5] = Pair(raw.second.y);
+    a[6] = Pair(raw.second.z);
+    a[7] = Pair(raw.second.w);
   }
 };
 
