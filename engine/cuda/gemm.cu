@@ -7,6 +7,10 @@
 // the gaps between matrix instructions. What bounds it: the tensor cores and the issue of
 // instructions, about equally (a stage takes 128 matrix instructions a warp and 600 others);
 // shared memory is busy for about half of that time.
+#include <algorithm>
+
+#include "engine/base/check.h"
+#include "engine/cuda/gemm.cuh"
 #include "engine/cuda/gemm.h"
 #include "engine/cuda/gemm_formats.cuh"
 #include "engine/tensor/iq2_xxs_grid.h"
