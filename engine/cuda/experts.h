@@ -11,8 +11,8 @@ inline constexpr int kMaxExpertsUsed = 16;
 struct RouterParams {
   int num_experts = 0;
   int used = 0;
-  float scale = 1.0f;                // expert_weights_scale
-  const float* bias = nullptr;       // [num_experts], score-routed
+  float scale = 1.0f;                 // expert_weights_scale
+  const float* bias = nullptr;        // [num_experts], score-routed
   const int32_t* hash_ids = nullptr;  // [vocab][used], hash-routed
 };
 
@@ -45,8 +45,8 @@ void LaunchRoute(const LaunchContext& launch, const RouterParams& params, const 
 // hidden = silu(min(g, limit)) * clamp(u, -limit, limit) * router weight, for every pair, in place
 // p = pair_place order, and for the shared expert (weight 1, its own limit). gate, up: [experts]
 // matrices [ffn, D]; shared_gate, shared_up: [ffn, D]. ffn is this rank's part: lanes of lane_cols
-// each. out, shared_out: rows = pairs (rows * used) / x.rows; lane segments of PaddedCols(lane_cols)
-// columns; forms by the type of the down matrices.
+// each. out, shared_out: rows = pairs (rows * used) / x.rows; lane segments of
+// PaddedCols(lane_cols) columns; forms by the type of the down matrices.
 struct ExpertsUp {
   PackedMatrix gate, up, shared_gate, shared_up;
   ActivationView x;
@@ -57,8 +57,8 @@ struct ExpertsUp {
 void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Routing& routing,
                      int used);
 
-// Lane sums of one row and output d: shared expert's product, then the experts' by rising expert id,
-// each one float32 addition; then the subtree roots of the local lanes as in LaunchLaneProduct.
+// Lane sums of one row and output d: shared expert's product, then the experts' by rising expert
+// id, each one float32 addition; then the subtree roots of the local lanes as in LaunchLaneProduct.
 // down: [experts * lanes] matrices [D, lane_cols], lane l of expert e at e * lanes + l;
 // shared_down: [lanes]. roots: [SubtreesOf(...)][rows][D].
 struct ExpertsDown {

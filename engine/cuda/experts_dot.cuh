@@ -1,9 +1,10 @@
-// Products of quantised weights in the kernels of routed experts: the bits of DotSlice (dot.cuh), with
-// fewer instructions a byte. Experts come in formats of 2 to 4 bits, of which an SM can be fed more
-// than it can decode; so a step here counts every instruction:
+// Products of quantised weights in the kernels of routed experts: the bits of DotSlice (dot.cuh),
+// with fewer instructions a byte. Experts come in formats of 2 to 4 bits, of which an SM can be fed
+// more than it can decode; so a step here counts every instruction:
 //   - x of a group stands in registers for all row tiles of a stage;
 //   - kCols == 1 computes only the first x row of a group (decoding: there is no other);
-//   - IQ2_XXS looks patterns and signs up in tables that have a copy for each lane, because lanes that
+//   - IQ2_XXS looks patterns and signs up in tables that have a copy for each lane, because lanes
+//   that
 //     read different words of one bank wait for each other.
 #pragma once
 
@@ -11,9 +12,9 @@
 
 namespace ds4::cuda {
 
-// ---- IQ2_XXS tables in shared memory: entry i of lane l at word 32 i + l. An entry has a nibble for
-// each of 8 columns: which of the magnitudes 8, 25, 43 (grid), and 4 where it is negative (signs), so
-// that grid | signs selects bytes of two registers.
+// ---- IQ2_XXS tables in shared memory: entry i of lane l at word 32 i + l. An entry has a nibble
+// for each of 8 columns: which of the magnitudes 8, 25, 43 (grid), and 4 where it is negative
+// (signs), so that grid | signs selects bytes of two registers.
 inline constexpr int kIq2SignWords = 128 * kWarpSize;
 inline constexpr int kIq2TableBytes = (256 * kWarpSize + kIq2SignWords) * 4;
 
@@ -40,13 +41,16 @@ __device__ __forceinline__ void LoadIq2Tables(uint32_t* tables) {
 // where the first codes of the chunk stood.
 struct Iq2Decoder {
   static constexpr bool kHasMin = false;
-  const std::byte* scales;  // of row g: (row g, row g + 8) for each of 4 steps; units 256 bytes apart
-  const std::byte* tables;  // this lane's copy
+  const std::byte*
+      scales;  // of row g: (row g, row g + 8) for each of 4 steps; units 256 bytes apart
+  const std::byte* tables;
+  uint32_t copy;  // offset of this lane's copy
   uint4 unit[2];
   float4 now[2];
 
   __device__ __forceinline__ Iq2Decoder(std::byte* chunk, const uint32_t* shared_tables)
-      : tables(reinterpret_cast<const std::byte*>(shared_tables + LaneId())) {
+      : tables(reinterpret_cast<const std::byte*>(shared_tables)),
+        copy(static_cast<uint32_t>(4 * LaneId())) {
     const int lane = LaneId();
     unit[0] = Load16(chunk + 16 * lane);
     unit[1] = Load16(chunk + 512 + 16 * lane);
@@ -71,9 +75,9 @@ struct Iq2Decoder {
   // Eight signed values of one row; index and sign code come shifted to bit 7.
   __device__ __forceinline__ void Values(uint32_t index, uint32_t code, uint32_t& low,
                                          uint32_t& high) const {
-    const uint32_t grid = *reinterpret_cast<const uint32_t*>(tables + (index & 0x7f80u));
-    const uint32_t signs =
-        *reinterpret_cast<const uint32_t*>(tables + 256 * 4 * kWarpSize + (code & 0x3f80u));
+    const uint32_t grid = *reinterpret_cast<const uint32_t*>(tables + ((index & 0x7f80u) | copy));
+    const uint32_t signs = *reinterpret_cast<const uint32_t*>(tables + 256 * 4 * kWarpSize +
+                                                              ((code & 0x3f80u) | copy));
     const uint32_t selector = grid | signs;
     low = __byte_perm(0x002b1908u, 0x00d5e7f8u, selector);
     high = __byte_perm(0x002b1908u, 0x00d5e7f8u, selector >> 16);
@@ -123,8 +127,8 @@ __device__ __forceinline__ void AddStep(const uint32_t (&a)[4], const BlockX<kCo
   }
 }
 
-// acc[tile] += one chunk of each of kTiles row tiles (one after the other in shared memory) times 256
-// columns.
+// acc[tile] += one chunk of each of kTiles row tiles (one after the other in shared memory) times
+// 256 columns.
 template <DType kType, int kTiles, int kCols, int kRoom>
 __device__ __forceinline__ void DotStage(std::byte* stage, const BlockX<kCols>& x,
                                          const uint32_t* tables, float (&acc)[kRoom][4]) {

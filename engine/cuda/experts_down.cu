@@ -2,9 +2,9 @@
 // one order (shared expert, then rising expert id), then the lanes' subtree roots.
 //
 // A block has kDownTiles row tiles of 16 outputs; a warp has one lane and one of these tiles. It
-// streams the shared expert's weights, then those of every group of routed pairs: the groups stand by
-// rising expert, so each row meets its experts in the right order. Sums of (lane, row, output) stay in
-// shared memory, which holds kDownRows rows; more rows are more blocks.
+// streams the shared expert's weights, then those of every group of routed pairs: the groups stand
+// by rising expert, so each row meets its experts in the right order. Sums of (lane, row, output)
+// stay in shared memory, which holds kDownRows rows; more rows are more blocks.
 #include <algorithm>
 
 #include "engine/base/check.h"
@@ -31,8 +31,8 @@ struct DownKernelJob {
   int rows;
   int cols;  // outputs, D
   int lanes;
-  int tiles;     // row tiles of a block
-  int sum_rows;  // rows of a block, a multiple of 8
+  int tiles;        // row tiles of a block
+  int sum_rows;     // rows of a block, a multiple of 8
   int table_bytes;  // of IQ2_XXS, or 0
   int rows_at;      // shared memory: tables, sums, rows of x, rings
   int fixed_bytes;  // of all but the rings
@@ -124,8 +124,8 @@ __device__ __forceinline__ void StoreSums(const float (&total)[4], int row, floa
   to[kSumStride + 8] = total[3];
 }
 
-// Adds column j of the group to the sums of row x_row[j] (-1: not of this block). A table of ids may
-// name an expert twice for one row; `twice` then adds column after column.
+// Adds column j of the group to the sums of row x_row[j] (-1: not of this block). A table of ids
+// may name an expert twice for one row; `twice` then adds column after column.
 __device__ __forceinline__ void AddSums(const float (&total)[4], const int (&x_row)[2], bool twice,
                                         float* sums) {
   const int lane = LaneId();
@@ -329,8 +329,8 @@ __global__ void __launch_bounds__(kMaxDownWarps* kWarpSize, 1)
     if (output >= job.cols) continue;
     const float* lanes = sums + tile * job.lanes * warp_sums + row * kSumStride + i % kTileRows;
     for (int s = 0; s < job.num_subtrees; ++s) {
-      const float root = SubtreeSum(lanes + job.subtree_begin[s] * warp_sums, warp_sums,
-                                    job.subtree_size[s]);
+      const float root =
+          SubtreeSum(lanes + job.subtree_begin[s] * warp_sums, warp_sums, job.subtree_size[s]);
       job.roots[(int64_t{s} * job.rows + first_row + row) * job.cols + output] = root;
     }
   }
@@ -377,8 +377,7 @@ void LaunchExpertsDown(const LaunchContext& launch, const ExpertsDown& job, cons
   k.tiles = job.lanes > kMaxDownLanes / 2 ? 1 : 2;
   k.sum_rows = std::min(kDownRows, (rows + kGroupPairs - 1) / kGroupPairs * kGroupPairs);
   k.roots = job.roots;
-  const std::vector<LaneSubtree> subtrees =
-      SubtreesOf(job.lane_begin, job.lane_begin + job.lanes);
+  const std::vector<LaneSubtree> subtrees = SubtreesOf(job.lane_begin, job.lane_begin + job.lanes);
   CHECK(subtrees.size() <= kMaxSubtrees) << subtrees.size() << " subtrees";
   k.num_subtrees = static_cast<int>(subtrees.size());
   for (int i = 0; i < k.num_subtrees; ++i) {

@@ -1,5 +1,5 @@
-// How routed pairs are cut into groups: shared by the kernel that writes the lists and those that read
-// them.
+// How routed pairs are cut into groups: shared by the kernel that writes the lists and those that
+// read them.
 #pragma once
 
 #include <algorithm>

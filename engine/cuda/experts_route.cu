@@ -1,17 +1,15 @@
 // LaunchRoute: which experts each row uses, and the lists of work by expert.
 //
 // One warp chooses a row's experts; then a stable counting sort of the pairs by expert. Up to
-// 64 rows all of it is one block of one launch; more rows take three launches, because then one block
-// would be the slowest part of the step.
-#include "engine/cuda/experts.h"
-
+// 64 rows all of it is one block of one launch; more rows take three launches, because then one
+// block would be the slowest part of the step.
 #include "engine/base/check.h"
+#include "engine/cuda/experts.h"
 #include "engine/cuda/experts_groups.h"
 #include "engine/cuda/simt.h"
 
 namespace ds4::cuda {
 namespace {
-
 
 constexpr int kMaxExperts = 512;
 constexpr int kExpertsPerThread = kMaxExperts / 32;
@@ -41,8 +39,8 @@ __device__ __forceinline__ uint32_t SortKey(float value) {
   return key == 0 ? 1u : key;
 }
 
-// One warp: the `used` experts with the largest score + bias of one row; the lower id on ties. Thread
-// k gets the k-th one chosen.
+// One warp: the `used` experts with the largest score + bias of one row; the lower id on ties.
+// Thread k gets the k-th one chosen.
 __device__ int ChooseByScore(const RouterParams& params, const float* logits) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t key[kExpertsPerThread];
@@ -201,8 +199,8 @@ __global__ void __launch_bounds__(kRouteThreads) RouteFewRows(RouteJob job) {
 __global__ void __launch_bounds__(kPlaceThreads) RouteRows(RouteJob job) {
   LaunchDependents();
   GridDependencyWait();
-  const int row = static_cast<int>(blockIdx.x) * (kPlaceThreads / 32) +
-                  static_cast<int>(threadIdx.x) / 32;
+  const int row =
+      static_cast<int>(blockIdx.x) * (kPlaceThreads / 32) + static_cast<int>(threadIdx.x) / 32;
   if (row < job.rows) RouteRow(job, row, nullptr, nullptr);  // the same for all threads of a warp
 }
 
@@ -235,10 +233,9 @@ __device__ int FindPairs(const int32_t* ids, int num_pairs, int expert, const Fo
 __global__ void __launch_bounds__(kPlaceThreads) CountPairs(RouteJob job) {
   LaunchDependents();
   GridDependencyWait();
-  const int expert = static_cast<int>(blockIdx.x) * (kPlaceThreads / 32) +
-                     static_cast<int>(threadIdx.x) / 32;
-  const int count = FindPairs(job.routing.ids, job.rows * job.params.used, expert,
-                              [](int, int) {});
+  const int expert =
+      static_cast<int>(blockIdx.x) * (kPlaceThreads / 32) + static_cast<int>(threadIdx.x) / 32;
+  const int count = FindPairs(job.routing.ids, job.rows * job.params.used, expert, [](int, int) {});
   if (expert < job.params.num_experts && threadIdx.x % 32 == 0) job.routing.counts[expert] = count;
 }
 

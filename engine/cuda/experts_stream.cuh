@@ -17,14 +17,22 @@ inline constexpr int kRingGrain = 128;
 inline constexpr int kMaxPending = 8;
 __device__ __forceinline__ void WaitForCopies(int pending) {
   switch (pending) {
-    case 0: return CopyAsyncWait<0>();
-    case 1: return CopyAsyncWait<1>();
-    case 2: return CopyAsyncWait<2>();
-    case 3: return CopyAsyncWait<3>();
-    case 4: return CopyAsyncWait<4>();
-    case 5: return CopyAsyncWait<5>();
-    case 6: return CopyAsyncWait<6>();
-    default: return CopyAsyncWait<7>();
+    case 0:
+      return CopyAsyncWait<0>();
+    case 1:
+      return CopyAsyncWait<1>();
+    case 2:
+      return CopyAsyncWait<2>();
+    case 3:
+      return CopyAsyncWait<3>();
+    case 4:
+      return CopyAsyncWait<4>();
+    case 5:
+      return CopyAsyncWait<5>();
+    case 6:
+      return CopyAsyncWait<6>();
+    default:
+      return CopyAsyncWait<7>();
   }
 }
 
@@ -131,7 +139,7 @@ inline MatrixShape ShapeOf(const PackedMatrix& w, bool may_pair) {
 }
 inline int StageBytes(const MatrixShape& w) { return w.chunk_bytes * (w.paired ? 2 : 1); }
 
-// One tile of 8 rows picked from a view, as GatheredX (dot.cuh), with offsets in place of pointers:
+// One tile of 8 rows picked from a view, with offsets in place of pointers:
 // registers are short here. rows[j], in shared memory: x row j of the tile, all 8 valid.
 struct GroupX {
   const ActivationView& x;

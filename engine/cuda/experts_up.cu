@@ -1,10 +1,10 @@
 // LaunchExpertsUp: gate and up products of the chosen experts and the shared one, SwiGLU, and the
 // hidden rows in the forms that the down products read.
 //
-// One block an SM. A work item is 32 hidden rows (32 rows of gate, the same 32 of up) of one group of
-// at most 8 rows of x. Warps 0-7 read gate, 8-15 up; within each, warp k takes slices k, k + 8, ... of
-// 512 columns. The slices' sums meet in shared memory and are added in rising order. Which block
-// takes which item changes no bits.
+// One block an SM. A work item is 32 hidden rows (32 rows of gate, the same 32 of up) of one group
+// of at most 8 rows of x. Warps 0-7 read gate, 8-15 up; within each, warp k takes slices k, k + 8,
+// ... of 512 columns. The slices' sums meet in shared memory and are added in rising order. Which
+// block takes which item changes no bits.
 #include <algorithm>
 
 #include "engine/base/check.h"
@@ -30,16 +30,16 @@ struct UpKernelJob {
   int ffn;
   int lane_cols;
   float limit, shared_limit;
-  int row_blocks;    // of kItemRows
+  int row_blocks;  // of kItemRows
   int max_groups;
   int num_slices;
   int shared_items;  // row_blocks * x tiles
   int shared_cost;   // of one item each, in any unit
   int routed_cost;
-  int partials;      // buffers of partial sums, 1 or 2
-  int table_bytes;   // of IQ2_XXS, or 0
-  int fixed_bytes;   // shared memory before the rings
-  int ring_bytes;    // of one warp
+  int partials;     // buffers of partial sums, 1 or 2
+  int table_bytes;  // of IQ2_XXS, or 0
+  int fixed_bytes;  // shared memory before the rings
+  int ring_bytes;   // of one warp
 };
 
 // The items of a block: every gridDim-th shared item, then a range of the routed ones, so that all
@@ -49,8 +49,8 @@ __device__ int SharedItemsOf(const UpKernelJob& job, int block) {
   return block < job.shared_items ? (job.shared_items - block - 1) / grid + 1 : 0;
 }
 
-// End of the routed items of blocks 0..block - 1. The first `heavy` blocks have one shared item more
-// than the others, and so many routed items fewer.
+// End of the routed items of blocks 0..block - 1. The first `heavy` blocks have one shared item
+// more than the others, and so many routed items fewer.
 __device__ int RoutedBegin(const UpKernelJob& job, int routed_items, int block) {
   const int grid = static_cast<int>(gridDim.x);
   if (block >= grid) return routed_items;
@@ -166,8 +166,7 @@ struct UpSource {
     next.chunk = chunk;
     next.chunk_bytes = w.chunk_bytes;
     next.bytes = w.paired ? 2 * w.chunk_bytes : w.chunk_bytes;
-    next.next_tile =
-        w.paired && cursor.row_block * kItemTiles + 1 < w.row_tiles ? w.tile_bytes : 0;
+    next.next_tile = w.paired && cursor.row_block * kItemTiles + 1 < w.row_tiles ? w.tile_bytes : 0;
     return true;
   }
   __device__ __forceinline__ void Advance() {
@@ -310,8 +309,8 @@ __device__ __forceinline__ void FinishRow(const UpKernelJob& job, const UpCursor
 __device__ void ClearPadding(const UpKernelJob& job, const ActivationView& out) {
   const int lane_stride = (job.lane_cols + kColumnGrain - 1) / kColumnGrain * kColumnGrain;
   if (lane_stride == job.lane_cols) return;
-  const int warp = static_cast<int>(blockIdx.x) * kUpWarps +
-                   static_cast<int>(threadIdx.x) / kWarpSize;
+  const int warp =
+      static_cast<int>(blockIdx.x) * kUpWarps + static_cast<int>(threadIdx.x) / kWarpSize;
   const int num_warps = static_cast<int>(gridDim.x) * kUpWarps;
   const int whole = (job.lane_cols + 31) / 32;  // first block of 32 that only pads
   for (int row = warp; row < out.rows; row += num_warps) {
@@ -338,13 +337,13 @@ __global__ void __launch_bounds__(kUpThreads, 1)
   uint32_t* tables = reinterpret_cast<uint32_t*>(memory);
   float* partial = reinterpret_cast<float*>(memory + job.table_bytes);
   const int partial_floats = 2 * job.num_slices * kPartialFloats;
-  int* x_rows = reinterpret_cast<int*>(partial + job.partials * partial_floats) + warp * kGroupPairs;
+  int* x_rows =
+      reinterpret_cast<int*>(partial + job.partials * partial_floats) + warp * kGroupPairs;
   std::byte* rings = memory + job.fixed_bytes;
 
   const int num_shared = SharedItemsOf(job, block);
   UpCursor item(job, num_shared);
-  MixedStream<UpSource> stream = {rings + warp * job.ring_bytes, job.ring_bytes,
-                                  UpSource(item)};
+  MixedStream<UpSource> stream = {rings + warp * job.ring_bytes, job.ring_bytes, UpSource(item)};
   stream.source.end = num_shared;
   stream.Fill();
   PrefetchShared(job.shapes[1][0]);
@@ -412,8 +411,8 @@ void CheckUp(const ExpertsUp& job, const UpKernelJob& k) {
     CHECK(IsFloatType(w->dtype) ? job.x.f32 != nullptr : job.x.q != nullptr)
         << "x lacks the form that weights of " << Info(w->dtype).name << " read";
   }
-  CHECK(job.x.cols == job.gate.padded_cols()) << job.x.cols << " columns of x, the weights have "
-                                              << job.gate.padded_cols();
+  CHECK(job.x.cols == job.gate.padded_cols())
+      << job.x.cols << " columns of x, the weights have " << job.gate.padded_cols();
   CHECK(job.lane_cols > 0 && k.ffn % job.lane_cols == 0)
       << k.ffn << " hidden rows in lanes of " << job.lane_cols;
   CHECK(job.lane_cols % kItemRows == 0 || (job.out.q == nullptr && job.shared_out.q == nullptr))
@@ -455,11 +454,11 @@ void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Ro
   PlanShared(k);
   bool floats = false;
   for (const auto& pair : k.shapes) floats = floats || pair[0].is_float || pair[1].is_float;
-  auto* kernel = floats             ? ExpertsUpKernel<true, 2>
+  auto* kernel = floats            ? ExpertsUpKernel<true, 2>
                  : job.x.rows == 1 ? ExpertsUpKernel<false, 1>
                                    : ExpertsUpKernel<false, 2>;
-  Launch(launch, dim3(launch.num_sms), dim3(kUpThreads),
-         k.fixed_bytes + kUpWarps * k.ring_bytes, kernel, k);
+  Launch(launch, dim3(launch.num_sms), dim3(kUpThreads), k.fixed_bytes + kUpWarps * k.ring_bytes,
+         kernel, k);
 }
 
 }  // namespace ds4::cuda

@@ -101,8 +101,7 @@ void CheckChoice(const RouteCase& c, const RouteResult& r) {
 void CheckLists(const RouteCase& c, const RouteResult& r) {
   std::vector<int32_t> sorted(c.rows * c.used);
   std::iota(sorted.begin(), sorted.end(), 0);
-  std::stable_sort(sorted.begin(), sorted.end(),
-                   [&](int a, int b) { return r.ids[a] < r.ids[b]; });
+  std::stable_sort(sorted.begin(), sorted.end(), [&](int a, int b) { return r.ids[a] < r.ids[b]; });
   ASSERT_EQ(r.pairs, sorted);
   for (size_t place = 0; place < sorted.size(); ++place) {
     ASSERT_EQ(r.pair_place[sorted[place]], static_cast<int32_t>(place));

@@ -1,11 +1,12 @@
 // Goal: hidden rows and lane roots of routed and shared experts are those of plain arithmetic, for
 // every weight type, for few and many rows and any routing, and a row's bits are the same whatever
 // else is in the batch.
-// Method: random packed weights; float64 sums over their dequantised values and the very activations
-// that the kernel reads (so the rounding to int8 is not part of the error); bounds from the number of
-// float32 additions; one row alone against the same row in a batch, bit by bit.
-#include "engine/comm/lane_tree.h"
+// Method: random packed weights; float64 sums over their dequantised values and the very
+// activations that the kernel reads (so the rounding to int8 is not part of the error); bounds from
+// the number of float32 additions; one row alone against the same row in a batch, bit by bit.
 #include "engine/cuda/experts.h"
+
+#include "engine/comm/lane_tree.h"
 #include "tests/unit/cuda/experts_test_util.h"
 
 namespace ds4::cuda {
@@ -15,7 +16,7 @@ constexpr float kLimit = 2.0f;
 constexpr float kSharedLimit = 3.0f;
 
 struct Shape {
-  DType up_type = DType::kF32;    // gate and up
+  DType up_type = DType::kF32;  // gate and up
   DType down_type = DType::kF32;
   DType shared_type = DType::kF32;
   int64_t hidden = 256;  // D
@@ -123,12 +124,13 @@ Dot DotOf(const float* w, const HostActivation& x, int row, int64_t x_col, int64
   return dot;
 }
 
-// Float32 sums of up to a few hundred rounded terms: a walk of roundings of half a unit (2^-24) each;
-// 2^-19 of the magnitudes is many times what it reaches, and far below an error in one weight.
+// Float32 sums of up to a few hundred rounded terms: a walk of roundings of half a unit (2^-24)
+// each; 2^-19 of the magnitudes is many times what it reaches, and far below an error in one
+// weight.
 constexpr double kSumBound = 0x1p-19;
 
-// One hidden value: the bound passes both products' errors through SwiGLU, whose slope in the gate is
-// below 1.1 |up|, in the up value |silu| <= |gate| + 0.3.
+// One hidden value: the bound passes both products' errors through SwiGLU, whose slope in the gate
+// is below 1.1 |up|, in the up value |silu| <= |gate| + 0.3.
 void ExpectHidden(const TestMatrix& gate, const TestMatrix& up, int64_t expert, int64_t r,
                   const HostActivation& x, int row, double limit, double weight, float got) {
   const bool q8 = ReadsQ8(gate.packed.dtype);
@@ -186,7 +188,8 @@ struct UpResult {
 UpResult RunUp(TestDevice& device, const Model& m, const HostActivation& x, const Batch& batch,
                int forms) {
   const Shape& s = m.shape;
-  DeviceActivation input = UploadActivation(device, x, FormsFor(s.up_type) | FormsFor(s.shared_type));
+  DeviceActivation input =
+      UploadActivation(device, x, FormsFor(s.up_type) | FormsFor(s.shared_type));
   DeviceActivation out = EmptyActivation(device, batch.rows * s.used, s.hidden_cols(), forms);
   DeviceActivation shared_out = EmptyActivation(device, batch.rows, s.hidden_cols(), forms);
   ExpertsUp job;
@@ -269,7 +272,8 @@ void CheckBoth(const Shape& shape, int rows, Spread spread) {
   const UpResult up = RunUp(device, m, x, batch, forms);
   CheckHidden(m, x, batch, up.out, up.shared_out, forms);
 
-  const HostActivation hidden = RandomActivation(rows * shape.used, shape.lanes, shape.lane_cols, 12);
+  const HostActivation hidden =
+      RandomActivation(rows * shape.used, shape.lanes, shape.lane_cols, 12);
   const HostActivation shared = RandomActivation(rows, shape.lanes, shape.lane_cols, 13);
   CheckRoots(m, hidden, shared, batch, RunDown(device, m, hidden, shared, batch));
 }
@@ -390,7 +394,7 @@ void CheckAlone(const Shape& shape, int rows, Spread spread) {
   const auto logits = device.Download(batch.logits.as<float>(), rows * shape.num_experts);
 
   for (int t = 0; t < rows; t += rows < 4 ? 1 : rows / 3) {
-    device.launch.num_sms = 2 + t;
+    device.launch.num_sms = 1 + 13 * t;
     const std::vector<int32_t> ids(batch.ids.begin() + t * shape.used,
                                    batch.ids.begin() + (t + 1) * shape.used);
     const std::vector<float> own_logits(logits.begin() + t * shape.num_experts,

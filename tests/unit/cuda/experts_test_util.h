@@ -70,19 +70,34 @@ inline void RandomBlock(DType dtype, float scale, std::mt19937& random, std::byt
   };
   const float plain = scale * (static_cast<float>(random() % 2001) / 1000.0f - 1.0f);
   switch (dtype) {
-    case DType::kF32: std::memcpy(block, &plain, 4); break;
-    case DType::kF16: put_half(0, plain); break;
+    case DType::kF32:
+      std::memcpy(block, &plain, 4);
+      break;
+    case DType::kF16:
+      put_half(0, plain);
+      break;
     case DType::kBF16: {
       const uint16_t bits = F32ToBF16(plain);
       std::memcpy(block, &bits, 2);
       break;
     }
-    case DType::kQ8_0: put_half(0, scale / 100); break;
-    case DType::kMXFP4: block[0] = static_cast<std::byte>(127 - 6 + random() % 3); break;
-    case DType::kQ4_K: put_half(0, scale / 300), put_half(2, scale / 40); break;
-    case DType::kQ2_K: put_half(80, scale / 20), put_half(82, scale / 20); break;
-    case DType::kIQ2_XXS: put_half(0, scale / 50); break;
-    default: FAIL() << "no random blocks of " << info.name;
+    case DType::kQ8_0:
+      put_half(0, scale / 100);
+      break;
+    case DType::kMXFP4:
+      block[0] = static_cast<std::byte>(127 - 6 + random() % 3);
+      break;
+    case DType::kQ4_K:
+      put_half(0, scale / 300), put_half(2, scale / 40);
+      break;
+    case DType::kQ2_K:
+      put_half(80, scale / 20), put_half(82, scale / 20);
+      break;
+    case DType::kIQ2_XXS:
+      put_half(0, scale / 50);
+      break;
+    default:
+      FAIL() << "no random blocks of " << info.name;
   }
 }
 
