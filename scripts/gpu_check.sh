@@ -10,7 +10,9 @@
 #   --filter TESTS  only these, as in --gtest_filter; for the sanitizer too
 #   --sanitizer     the same tests again under compute-sanitizer: memcheck, racecheck, synccheck
 set -uo pipefail
-bin="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/build/release/bin"
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export DS4_SOURCE_DIR=${DS4_SOURCE_DIR:-$root}  # test data, wherever the binaries were built
+bin=$root/build/release/bin
 basics='SimtTest.*:MmaFloatTest.*:RuntimeTest.*'
 filter='*'
 quick=0
