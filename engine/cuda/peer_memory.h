@@ -20,14 +20,16 @@ Result<DeviceUuid> CurrentDeviceUuid();
 // hidden by the environment).
 Result<std::optional<int>> FindDevice(const DeviceUuid& uuid);
 
-// Lets this device's kernels use memory of device `peer` of this process. Repeats do no harm.
-// kUnavailable: the two are not connected.
+// kUnavailable when this device cannot reach the memory of device `peer`.
+Status CheckPeerAccess(int peer);
+// Lets this device's kernels use memory that this process has on device `peer`. Repeats do no harm.
 Status EnablePeerAccess(int peer);
 
 // A name under which another process can open `buffer`, which outlives all uses.
 Result<MemoryHandle> ExportMemory(const DeviceBuffer& buffer);
 
-// Memory of another process, mapped for this device. Move-only.
+// Memory of another process, mapped for this device. It may be on a peer (CheckPeerAccess): opening
+// enables access, without a context of this process there. Move-only.
 class ImportedMemory {
  public:
   ImportedMemory() = default;

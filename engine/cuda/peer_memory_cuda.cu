@@ -16,6 +16,14 @@ Status CudaError(const char* what, cudaError_t error) {
       StrCat(what, ": ", cudaGetErrorName(error), ", ", cudaGetErrorString(error)));
 }
 
+Result<int> CurrentDevice() {
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) {
+    return CudaError("current device", error);
+  }
+  return device;
+}
+
 Result<DeviceUuid> UuidOf(int device) {
   cudaDeviceProp properties;
   if (const cudaError_t error = cudaGetDeviceProperties(&properties, device);
@@ -31,10 +39,7 @@ Result<DeviceUuid> UuidOf(int device) {
 }  // namespace
 
 Result<DeviceUuid> CurrentDeviceUuid() {
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) {
-    return CudaError("current device", error);
-  }
+  ASSIGN_OR_RETURN(const int device, CurrentDevice());
   return UuidOf(device);
 }
 
@@ -50,21 +55,23 @@ Result<std::optional<int>> FindDevice(const DeviceUuid& uuid) {
   return std::optional<int>();
 }
 
-Status EnablePeerAccess(int peer) {
-  int own = 0;
-  if (const cudaError_t error = cudaGetDevice(&own); error != cudaSuccess) {
-    return CudaError("current device", error);
-  }
+Status CheckPeerAccess(int peer) {
+  ASSIGN_OR_RETURN(const int own, CurrentDevice());
   if (own == peer) return OkStatus();
   int can_access = 0;
   if (const cudaError_t error = cudaDeviceCanAccessPeer(&can_access, own, peer);
       error != cudaSuccess) {
     return CudaError("peer access", error);
   }
-  if (can_access == 0) {
-    return UnavailableError(
-        StrCat("device ", own, " has no peer access to device ", peer, " of this host"));
-  }
+  if (can_access != 0) return OkStatus();
+  return UnavailableError(
+      StrCat("device ", own, " has no peer access to device ", peer, " of this host"));
+}
+
+Status EnablePeerAccess(int peer) {
+  RETURN_IF_ERROR(CheckPeerAccess(peer));
+  ASSIGN_OR_RETURN(const int own, CurrentDevice());
+  if (own == peer) return OkStatus();
   const cudaError_t error = cudaDeviceEnablePeerAccess(peer, 0);
   if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled) {
     return CudaError("enabling peer access", error);

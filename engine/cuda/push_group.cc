@@ -242,7 +242,7 @@ Status PushGroup::MapForeign(int peer, const ArenaCard& own, const ArenaCard& ca
             : "its device is not on this host");
   }
   if (card.is_exported == 0) return UnavailableError(GetText(card.why_not_exported));
-  if (card.uuid != own.uuid) RETURN_IF_ERROR(EnablePeerAccess(*device));
+  RETURN_IF_ERROR(CheckPeerAccess(*device));
   ASSIGN_OR_RETURN(imported_[peer], ImportedMemory::Open(card.handle));
   arenas_[peer] = imported_[peer].data();
   return OkStatus();

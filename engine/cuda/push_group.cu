@@ -25,7 +25,7 @@ constexpr int kMaxThreads = 512;
 constexpr int kLineThreads = 256;
 constexpr int kUnitsAhead = 4;  // loads in flight of one thread
 // Looks at a flag between two looks at the clock and at the host's abort word (over PCIe).
-constexpr int kSpins = 256;
+constexpr int kSpins = 1024;
 
 __device__ void Report(const PushGather& gather, PushFailure failure, uint32_t peer,
                        uint32_t sequence) {

@@ -11,9 +11,11 @@ Result<std::optional<int>> FindDevice(const DeviceUuid& uuid) {
   return uuid == DeviceUuid{} ? std::optional<int>(0) : std::optional<int>();
 }
 
-Status EnablePeerAccess(int peer) {
+Status CheckPeerAccess(int peer) {
   return peer == 0 ? OkStatus() : UnavailableError("the emulator has one device only");
 }
+
+Status EnablePeerAccess(int peer) { return CheckPeerAccess(peer); }
 
 Result<MemoryHandle> ExportMemory(const DeviceBuffer& buffer) {
   (void)buffer;
