@@ -278,16 +278,19 @@ void CheckBoth(const Shape& shape, int rows, Spread spread) {
   CheckRoots(m, hidden, shared, batch, RunDown(device, m, hidden, shared, batch));
 }
 
+// One row takes kernels of its own.
 TEST(ExpertsTest, EveryTypeIsPlainArithmetic) {
-  for (DType type : {DType::kF32, DType::kF16, DType::kBF16, DType::kQ8_0, DType::kMXFP4}) {
-    CheckBoth({.up_type = type, .down_type = type, .shared_type = type}, 2, Spread::kEven);
+  for (int rows : {1, 2}) {
+    for (DType type : {DType::kF32, DType::kF16, DType::kBF16, DType::kQ8_0, DType::kMXFP4}) {
+      CheckBoth({.up_type = type, .down_type = type, .shared_type = type}, rows, Spread::kEven);
+    }
+    CheckBoth({.up_type = DType::kQ4_K,
+               .down_type = DType::kQ4_K,
+               .shared_type = DType::kQ8_0,
+               .lanes = 1,
+               .lane_cols = 256},
+              rows, Spread::kEven);
   }
-  CheckBoth({.up_type = DType::kQ4_K,
-             .down_type = DType::kQ4_K,
-             .shared_type = DType::kQ8_0,
-             .lanes = 1,
-             .lane_cols = 256},
-            3, Spread::kEven);
 }
 
 TEST(ExpertsTest, TheTwoBitFile) {
@@ -331,29 +334,33 @@ TEST(ExpertsTest, TinyShapes) {
   }
 }
 
-// Several slices of 512 columns: more than the kernel has warps for, the last one half.
+// More slices of 512 columns than the kernel has warps for, and than it can keep twice.
 TEST(ExpertsTest, LongRows) {
-  CheckBoth({.up_type = DType::kQ8_0,
-             .down_type = DType::kQ8_0,
-             .shared_type = DType::kQ8_0,
-             .hidden = 9 * 512 + 256,
-             .lanes = 1,
-             .lane_cols = 32,
-             .num_experts = 2,
-             .used = 1},
-            2, Spread::kEven);
+  for (int64_t hidden : {9 * 512 + 256, 21 * 512}) {
+    CheckBoth({.up_type = DType::kQ8_0,
+               .down_type = DType::kQ8_0,
+               .shared_type = DType::kQ8_0,
+               .hidden = hidden,
+               .lanes = 1,
+               .lane_cols = 32,
+               .num_experts = 2,
+               .used = 1},
+              2, Spread::kEven);
+  }
 }
 
 // Lanes longer than a slice, with padding behind them.
 TEST(ExpertsTest, LongLanes) {
-  CheckBoth({.up_type = DType::kMXFP4,
-             .down_type = DType::kMXFP4,
-             .shared_type = DType::kMXFP4,
-             .hidden = 64,
-             .lanes = 2,
-             .lane_cols = 544,
-             .num_experts = 3},
-            3, Spread::kEven);
+  for (int rows : {1, 3}) {
+    CheckBoth({.up_type = DType::kMXFP4,
+               .down_type = DType::kMXFP4,
+               .shared_type = DType::kMXFP4,
+               .hidden = 64,
+               .lanes = 2,
+               .lane_cols = 544,
+               .num_experts = 3},
+              rows, Spread::kEven);
+  }
 }
 
 // Half of the lanes, and parts that are no single subtree.
@@ -374,11 +381,16 @@ TEST(ExpertsTest, AnExpertNamedTwice) {
                        .used = 4};
   TestDevice device;
   const Model m = MakeModel(device, shape);
-  const Batch batch = RouteBatch(device, shape, 2, {1, 1, 1, 3, 1, 1, 2, 1},
-                                 std::vector<float>(2 * shape.num_experts, 0.5f));
-  const HostActivation hidden = RandomActivation(8, 1, shape.lane_cols, 1);
-  const HostActivation shared = RandomActivation(2, 1, shape.lane_cols, 2);
-  CheckRoots(m, hidden, shared, batch, RunDown(device, m, hidden, shared, batch));
+  const std::vector<int32_t> ids = {1, 1, 1, 3, 1, 1, 2, 1};
+  for (int rows : {1, 2}) {
+    const Batch batch =
+        RouteBatch(device, shape, rows, {ids.begin(), ids.begin() + rows * shape.used},
+                   std::vector<float>(rows * shape.num_experts, 0.5f));
+    const HostActivation x = RandomActivation(rows, 1, shape.hidden, 1);
+    const UpResult up = RunUp(device, m, x, batch, kFormF32 | kFormQ8);
+    CheckHidden(m, x, batch, up.out, up.shared_out, kFormF32 | kFormQ8);
+    CheckRoots(m, up.out, up.shared_out, batch, RunDown(device, m, up.out, up.shared_out, batch));
+  }
 }
 
 // Bits of a row are its own: alone, among others, on devices of other sizes.
