@@ -17,7 +17,7 @@
 namespace ds4::cuda {
 namespace {
 
-constexpr int64_t kTotalBytes = int64_t{1} << 30;
+constexpr int64_t kTotalBytes = int64_t{4} << 30;
 constexpr std::align_val_t kAlignment{256};  // what cudaMalloc promises
 
 using Work = std::function<void()>;
