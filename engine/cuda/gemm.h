@@ -11,8 +11,8 @@
 
 namespace ds4::cuda {
 
-// y[t][r] for all jobs in one launch. As ProductJob, but x.bf16 is read; y (float32) and/or
-// out.bf16 are written. accumulate: y += instead of y =.
+// y[t][r] for all jobs, sixteen in a launch. As ProductJob, but x.bf16 is read; y (float32) and/or
+// out.bf16 are written. accumulate: y += instead of y = (then without out).
 struct GemmJob {
   PackedMatrix w;
   ActivationView x;
@@ -31,7 +31,8 @@ void LaunchLaneGemm(const LaunchContext& launch, const PackedMatrix& w, const Ac
                     float* out, bool accumulate);
 
 // Grouped products over routed pairs; routing as LaunchRoute gave it (pairs sorted by expert,
-// expert_first). Same meaning as ExpertsUp / ExpertsDown; hidden in bf16.
+// expert_first). Same meaning as ExpertsUp / ExpertsDown; hidden in bf16. The shared expert runs in
+// the same launch; gate and up have one type. Padding columns of hidden rows get zeros.
 void LaunchExpertsUpGemm(const LaunchContext& launch, const ExpertsUp& job, const Routing& routing,
                          int used);
 // pair_out: scratch [rows * used][D] float32. out[t][d] += sum over k by rising expert id of pair
