@@ -14,10 +14,10 @@
 namespace ds4::cuda {
 namespace {
 
-double Rounded(float value) { return BF16ToF32(F32ToBF16(value)); }
+double RoundedToBf16(float value) { return BF16ToF32(F32ToBF16(value)); }
 
 // Rows of x: random, `segments` of segment_cols columns each padded to 256.
-struct X {
+struct XRows {
   int rows = 0;
   int64_t cols = 0;
   std::vector<uint16_t> bits;
@@ -27,10 +27,10 @@ struct X {
   double At(int row, int64_t col) const { return BF16ToF32(bits[row * cols + col]); }
 };
 
-X MakeX(TestDevice& device, int rows, int64_t segments, int64_t segment_cols, uint32_t seed) {
+XRows MakeX(TestDevice& device, int rows, int64_t segments, int64_t segment_cols, uint32_t seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal(0.0f, 1.0f);
-  X x;
+  XRows x;
   x.rows = rows;
   x.cols = segments * PaddedCols(segment_cols);
   x.bits.assign(rows * x.cols, 0);
@@ -47,10 +47,10 @@ X MakeX(TestDevice& device, int rows, int64_t segments, int64_t segment_cols, ui
 struct Expected {
   double value = 0;
   double bound = 0;
-  void Add(const X& x, int row, int64_t x_col, const float* w, int64_t cols) {
+  void Add(const XRows& x, int row, int64_t x_col, const float* w, int64_t cols) {
     double sum = 0, magnitude = 0, largest = 0;
     for (int64_t c = 0; c < cols; ++c) {
-      const double term = x.At(row, x_col + c) * Rounded(w[c]);
+      const double term = x.At(row, x_col + c) * RoundedToBf16(w[c]);
       sum += term;
       magnitude += std::fabs(term);
       largest = std::max(largest, std::fabs(term));
@@ -61,7 +61,7 @@ struct Expected {
   }
 };
 
-void ExpectNear(const std::vector<float>& y, const X& x, int64_t x_col, const TestMatrix& w) {
+void ExpectNear(const std::vector<float>& y, const XRows& x, int64_t x_col, const TestMatrix& w) {
   const int64_t rows = w.packed.rows;
   ASSERT_EQ(y.size(), static_cast<size_t>(x.rows * rows));
   for (int t = 0; t < x.rows; ++t) {
@@ -73,8 +73,8 @@ void ExpectNear(const std::vector<float>& y, const X& x, int64_t x_col, const Te
   }
 }
 
-std::vector<float> Multiply(TestDevice& device, const TestMatrix& w, const X& x,
-                            int64_t x_col = 0) {
+std::vector<float> RunGemm(TestDevice& device, const TestMatrix& w, const XRows& x,
+                           int64_t x_col = 0) {
   const int64_t count = x.rows * w.packed.rows;
   const DeviceBuffer y = device.Upload(std::vector<float>(count, NAN));
   const GemmJob job{w.packed, x.view, x_col, y.as<float>(), w.packed.rows, {}, 0, false};
@@ -90,16 +90,16 @@ TEST_P(GemmFormat, FollowsTheFileFormat) {
   TestDevice device;
   const int64_t cols = Info(GetParam()).block_elems == 256 ? 768 : 800;
   const TestMatrix w = MakeMatrix(device, GetParam(), 1, 40, cols, 1);
-  const X x = MakeX(device, 5, 1, cols, 2);
-  ExpectNear(Multiply(device, w, x), x, 0, w);
+  const XRows x = MakeX(device, 5, 1, cols, 2);
+  ExpectNear(RunGemm(device, w, x), x, 0, w);
 }
 
 // Every warp and every group of x rows has work, and the tile's edges are not filled.
 TEST_P(GemmFormat, FillsMoreThanOneTile) {
   TestDevice device;
   const TestMatrix w = MakeMatrix(device, GetParam(), 1, 280, 256, 3);
-  const X x = MakeX(device, 133, 1, 256, 4);
-  ExpectNear(Multiply(device, w, x), x, 0, w);
+  const XRows x = MakeX(device, 133, 1, 256, 4);
+  ExpectNear(RunGemm(device, w, x), x, 0, w);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, GemmFormat,
@@ -112,8 +112,8 @@ TEST(Gemm, TakesAnyNumberOfRows) {
   const TestMatrix w = MakeMatrix(device, DType::kQ8_0, 1, 96, 288, 5);
   for (int rows : {1, 31, 70, 129}) {
     SCOPED_TRACE(rows);
-    const X x = MakeX(device, rows, 1, 288, 6);
-    ExpectNear(Multiply(device, w, x), x, 0, w);
+    const XRows x = MakeX(device, rows, 1, 288, 6);
+    ExpectNear(RunGemm(device, w, x), x, 0, w);
   }
 }
 
@@ -121,13 +121,13 @@ TEST(Gemm, TakesAnyNumberOfRows) {
 TEST(Gemm, GivesARowTheSameBitsInAnyBatch) {
   TestDevice device(2), large(50);
   const TestMatrix w = MakeMatrix(device, DType::kQ4_K, 1, 300, 512, 7);
-  const X x = MakeX(device, 70, 1, 512, 8);
-  const std::vector<float> all = Multiply(device, w, x);
-  EXPECT_EQ(Multiply(large, w, x), all);
+  const XRows x = MakeX(device, 70, 1, 512, 8);
+  const std::vector<float> all = RunGemm(device, w, x);
+  EXPECT_EQ(RunGemm(large, w, x), all);
   for (int row : {0, 9, 69}) {
-    X one = MakeX(device, 1, 1, 512, 9);
+    XRows one = MakeX(device, 1, 1, 512, 9);
     one.view.bf16 = x.view.bf16 + row * x.cols;
-    EXPECT_EQ(Multiply(device, w, one),
+    EXPECT_EQ(RunGemm(device, w, one),
               std::vector<float>(all.begin() + row * 300, all.begin() + (row + 1) * 300));
   }
 }
@@ -140,7 +140,7 @@ TEST(Gemm, RunsSeveralJobsAtOnce) {
   const TestMatrix second = MakeMatrix(device, DType::kIQ2_XXS, 1, 300, 512, 11);
   const TestMatrix third = MakeMatrix(device, DType::kQ8_0, 1, 96, 256, 12);
   const int rows = 37;
-  const X x = MakeX(device, rows, 1, 768, 13);
+  const XRows x = MakeX(device, rows, 1, 768, 13);
   const DeviceBuffer y0 = device.Upload(std::vector<float>(rows * 40, 7.0f));
   const DeviceBuffer y1 = device.Upload(std::vector<float>(rows * 300, 1.0f));
   const int64_t out_cols = 512;
@@ -194,7 +194,7 @@ TEST(Gemm, RunsSeveralJobsAtOnce) {
 // More jobs than one launch takes.
 TEST(Gemm, SplitsManyJobs) {
   TestDevice device;
-  const X x = MakeX(device, 3, 1, 256, 14);
+  const XRows x = MakeX(device, 3, 1, 256, 14);
   std::vector<TestMatrix> matrices;
   std::vector<DeviceBuffer> results;
   std::vector<GemmJob> jobs;
@@ -224,7 +224,7 @@ TEST(Gemm, SumsOverLanes) {
   for (const auto& c : cases) {
     SCOPED_TRACE(Info(c.dtype).name);
     const TestMatrix w = MakeMatrix(device, c.dtype, 3, 56, c.lane_cols, 40);
-    const X x = MakeX(device, 11, 3, c.lane_cols, 41);
+    const XRows x = MakeX(device, 11, 3, c.lane_cols, 41);
     const DeviceBuffer y = device.Upload(std::vector<float>(11 * 56, c.accumulate ? 2.0f : NAN));
     LaunchLaneGemm(device.launch, w.packed, x.view, y.as<float>(), c.accumulate);
     device.Finish();
@@ -258,7 +258,7 @@ struct HostRouting {
   std::vector<float> weights;
 };
 
-HostRouting Sort(const ExpertsCase& c) {
+HostRouting SortPairs(const ExpertsCase& c) {
   HostRouting routing;
   const int num_pairs = c.rows * c.used;
   routing.pairs.resize(num_pairs);
@@ -276,7 +276,7 @@ HostRouting Sort(const ExpertsCase& c) {
   return routing;
 }
 
-double SwiGlu(double gate, double up, double limit) {
+double ClampedSwiGlu(double gate, double up, double limit) {
   gate = std::min(gate, limit);
   up = std::clamp(up, -limit, limit);
   return gate / (1.0 + std::exp(-gate)) * up;
@@ -284,7 +284,7 @@ double SwiGlu(double gate, double up, double limit) {
 
 class ExpertsGemm {
  public:
-  explicit ExpertsGemm(const ExpertsCase& c) : c_(c), routing_(Sort(c)) {
+  explicit ExpertsGemm(const ExpertsCase& c) : c_(c), routing_(SortPairs(c)) {
     const int64_t ffn = c.lanes * c.lane_cols;
     gate_ = MakeMatrix(device_, c.up_type, c.num_experts, ffn, c.dim, 50);
     up_ = MakeMatrix(device_, c.up_type, c.num_experts, ffn, c.dim, 51);
@@ -337,7 +337,7 @@ class ExpertsGemm {
 
   // Down products of every pair, added to a row in the order of expert ids, onto what is there.
   void CheckDown() {
-    const X hidden = MakeX(device_, c_.rows * c_.used, c_.lanes, c_.lane_cols, 56);
+    const XRows hidden = MakeX(device_, c_.rows * c_.used, c_.lanes, c_.lane_cols, 56);
     const DeviceBuffer pair_out =
         device_.Upload(std::vector<float>(c_.rows * c_.used * c_.dim, NAN));
     const DeviceBuffer out = device_.Upload(std::vector<float>(c_.rows * c_.dim, 3.0f));
@@ -387,7 +387,7 @@ class ExpertsGemm {
       Expected g, u;
       g.Add(x_, row, 0, gate.Row(expert, f), c_.dim);
       u.Add(x_, row, 0, up.Row(expert, f), c_.dim);
-      const double value = SwiGlu(g.value, u.value, limit) * weight;
+      const double value = ClampedSwiGlu(g.value, u.value, limit) * weight;
       // Slopes of SwiGLU: at most 1.1 |u| in the gate, at most limit in u.
       const double bound = (1.1 * limit * g.bound + limit * u.bound) * weight +
                            std::ldexp(std::fabs(value), -8) + 1e-7;
@@ -396,7 +396,7 @@ class ExpertsGemm {
     }
   }
 
-  void CheckPair(const float* got, const X& hidden, int place) {
+  void CheckPair(const float* got, const XRows& hidden, int place) {
     const int expert = c_.ids[routing_.pairs[place]];
     for (int64_t d = 0; d < c_.dim; ++d) {
       Expected expected;
@@ -413,7 +413,7 @@ class ExpertsGemm {
   HostRouting routing_;
   TestDevice device_;
   TestMatrix gate_, up_, shared_gate_, shared_up_, down_;
-  X x_;
+  XRows x_;
   DeviceBuffer ids_, pairs_, place_, first_, weights_;
   Routing on_device_;
 };
