@@ -56,7 +56,9 @@ class DeviceModel {
     plan_ = MakeShardPlan(config_, *file_, lanes_).value();
     comm_ = MakeExchangeCommunicator(std::move(MakeLocalTransports(1).front()), lanes_);
     stream_ = Stream::Create().value();
-    group_ = DeviceGroup::Create(comm_.get(), stream_, {}).value();
+    DeviceGroup::Options group;
+    group.max_bytes = 1 << 20;
+    group_ = DeviceGroup::Create(comm_.get(), stream_, group).value();
     weights_ =
         LoadDeviceWeights(config_, *file_, plan_.ranks[0], false, 1, stream_, nullptr).value();
     TransformerOptions options;
