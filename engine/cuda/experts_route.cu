@@ -12,9 +12,9 @@ namespace ds4::cuda {
 namespace {
 
 constexpr int kMaxExperts = 512;
-constexpr int kExpertsPerThread = kMaxExperts / 32;
 constexpr int kRouteOneBlockRows = 64;
-constexpr int kRouteThreads = 1024;
+constexpr int kRouteThreads = 512;
+constexpr int kFewPairs = 128;
 constexpr int kPlaceThreads = 256;
 
 struct RouteJob {
@@ -40,24 +40,22 @@ __device__ __forceinline__ uint32_t SortKey(float value) {
 }
 
 // One warp: the `used` experts with the largest score + bias of one row; the lower id on ties.
-// Thread k gets the k-th one chosen.
-__device__ int ChooseByScore(const RouterParams& params, const float* logits) {
+// Thread k gets the k-th one chosen. score(i), bias[i]: of expert 32 i + this thread's lane.
+template <int kPerThread, typename Score>
+__device__ int ChooseByScore(const RouterParams& params, const float (&bias)[kPerThread],
+                             const Score& score) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  uint32_t key[kExpertsPerThread];
+  uint32_t key[kPerThread];
 #pragma unroll
-  for (int i = 0; i < kExpertsPerThread; ++i) {
-    const int expert = lane + 32 * i;
-    key[i] = 0;
-    if (expert < params.num_experts) {
-      key[i] = SortKey(RouterScore(logits[expert]) + params.bias[expert]);
-    }
+  for (int i = 0; i < kPerThread; ++i) {
+    key[i] = lane + 32 * i < params.num_experts ? SortKey(score(lane + 32 * i) + bias[i]) : 0;
   }
   int chosen = 0;
   for (int k = 0; k < params.used; ++k) {
     uint32_t best = 0;
     int best_i = 0;
 #pragma unroll
-    for (int i = 0; i < kExpertsPerThread; ++i) {
+    for (int i = 0; i < kPerThread; ++i) {
       const bool better = key[i] > best;
       best = better ? key[i] : best;
       best_i = better ? i : best_i;
@@ -73,37 +71,50 @@ __device__ int ChooseByScore(const RouterParams& params, const float* logits) {
     }
     if (lane == k) chosen = best_expert;
 #pragma unroll
-    for (int i = 0; i < kExpertsPerThread; ++i) {
+    for (int i = 0; i < kPerThread; ++i) {
       if (best_expert == lane + 32 * i) key[i] = 0;
     }
   }
   return chosen;
 }
 
-// One warp routes one row: ids and weights, also into shared memory when that is given.
-__device__ void RouteRow(const RouteJob& job, int row, int* shared_ids, float* shared_weights) {
+// The biases of this thread's experts. They are weights: no kernel writes them.
+template <int kPerThread>
+__device__ void LoadBias(const RouterParams& params, float (&bias)[kPerThread]) {
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const int expert = static_cast<int>(threadIdx.x) % 32 + 32 * i;
+    bias[i] = params.bias != nullptr && expert < params.num_experts ? params.bias[expert] : 0.0f;
+  }
+}
+
+struct Choice {
+  int expert;
+  float weight;
+};
+
+// One warp routes one row; thread k < used gets the k-th choice and writes it to ids and weights.
+template <int kPerThread, typename Score>
+__device__ Choice RouteRow(const RouteJob& job, int row, const float (&bias)[kPerThread],
+                           const Score& score) {
   const RouterParams& params = job.params;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const float* logits = job.logits + static_cast<int64_t>(row) * params.num_experts;
   int expert = 0;
   if (params.hash_ids == nullptr) {
-    expert = ChooseByScore(params, logits);
+    expert = ChooseByScore(params, bias, score);
   } else if (lane < params.used) {
     expert = params.hash_ids[static_cast<int64_t>(job.tokens[row]) * params.used + lane];
   }
-  const float score = RouterScore(logits[expert]);
+  const float own = score(expert);
   float sum = 0.0f;
-  for (int k = 0; k < params.used; ++k) sum += __shfl_sync(kFullMask, score, k);
+  for (int k = 0; k < params.used; ++k) sum += __shfl_sync(kFullMask, own, k);
+  const float weight = own / (sum + 1e-20f) * params.scale;
   if (lane < params.used) {
     const int64_t pair = static_cast<int64_t>(row) * params.used + lane;
     job.routing.ids[pair] = expert;
-    const float weight = score / (sum + 1e-20f) * params.scale;
     job.routing.weights[pair] = weight;
-    if (shared_ids != nullptr) {
-      shared_ids[pair] = expert;
-      shared_weights[pair] = weight;
-    }
   }
+  return {expert, weight};
 }
 
 struct PrefixSum {
@@ -157,29 +168,53 @@ __device__ int PlaceExperts(const RouteJob& job, int count, bool write, int* sha
   return pairs.before;
 }
 
-// All of the routing in one block. Dynamic shared memory: ids and weights of the pairs.
-__global__ void __launch_bounds__(kRouteThreads) RouteFewRows(RouteJob job) {
-  LaunchDependents();
-  DS4_DYNAMIC_SHARED(memory);
-  __shared__ int counts[kMaxExperts];
-  __shared__ int first[kMaxExperts];
-  __shared__ int scan[32];
-  const int num_pairs = job.rows * job.params.used;
-  int* ids = reinterpret_cast<int*>(memory);
-  float* weights = reinterpret_cast<float*>(ids + num_pairs);
-  const int thread = static_cast<int>(threadIdx.x);
-  const int num_threads = static_cast<int>(blockDim.x);
-  if (thread == 0 && job.params.bias != nullptr &&
-      reinterpret_cast<uintptr_t>(job.params.bias) % 16 == 0 && job.params.num_experts >= 4) {
-    PrefetchL2(job.params.bias, static_cast<uint32_t>(job.params.num_experts / 4 * 16));
+// Lists of at most kFewPairs pairs, by comparing each with all: shorter than counting and adding
+// up. begins: shared, [kFewPairs].
+__device__ void PlaceFewPairs(const RouteJob& job, int num_pairs, const int* ids,
+                              const float* weights, int* begins) {
+  constexpr int kNoBegin = 0x7fffffff;
+  const Routing& routing = job.routing;
+  const int p = static_cast<int>(threadIdx.x);
+  for (int e = p; e <= job.params.num_experts; e += static_cast<int>(blockDim.x)) {
+    int first = 0;
+    for (int q = 0; q < num_pairs; ++q) first += ids[q] < e ? 1 : 0;
+    routing.expert_first[e] = first;
   }
-  for (int e = thread; e < kMaxExperts; e += num_threads) counts[e] = 0;
-  GridDependencyWait();
-  for (int row = thread / 32; row < job.rows; row += num_threads / 32) {
-    RouteRow(job, row, ids, weights);
+  int less = 0, rank = 0, same = 0;
+  if (p < num_pairs) {
+    for (int q = 0; q < num_pairs; ++q) {
+      less += ids[q] < ids[p] ? 1 : 0;
+      same += ids[q] == ids[p] ? 1 : 0;
+      rank += ids[q] == ids[p] && q < p ? 1 : 0;
+    }
+    const int place = less + rank;
+    routing.pairs[place] = p;
+    routing.pair_place[p] = place;
+    routing.place_weight[place] = weights[p];
+    begins[p] = rank % kGroupPairs == 0 ? place : kNoBegin;
   }
   __syncthreads();
+  if (p < num_pairs && begins[p] != kNoBegin) {
+    int group = 0;
+    for (int q = 0; q < num_pairs; ++q) group += begins[q] < begins[p] ? 1 : 0;
+    routing.group_expert[group] = ids[p];
+    routing.group_first[group] = begins[p];
+    routing.group_size[group] = min(kGroupPairs, same - rank);
+  }
+  if (p == 0) {
+    int num_groups = 0;
+    for (int q = 0; q < num_pairs; ++q) num_groups += begins[q] != kNoBegin ? 1 : 0;
+    *routing.num_groups = num_groups;
+  }
+}
 
+// The same by counting. counts, first: shared, [kMaxExperts]; scan: shared, [32].
+__device__ void PlacePairsByCount(const RouteJob& job, int num_pairs, const int* ids,
+                                  const float* weights, int* counts, int* first, int* scan) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int num_threads = static_cast<int>(blockDim.x);
+  for (int e = thread; e < kMaxExperts; e += num_threads) counts[e] = 0;
+  __syncthreads();
   for (int p = thread; p < num_pairs; p += num_threads) atomicAdd(&counts[ids[p]], 1);
   __syncthreads();
   const int count = thread < kMaxExperts ? counts[thread] : 0;
@@ -196,12 +231,55 @@ __global__ void __launch_bounds__(kRouteThreads) RouteFewRows(RouteJob job) {
   }
 }
 
-__global__ void __launch_bounds__(kPlaceThreads) RouteRows(RouteJob job) {
+// All of the routing in one block. Dynamic shared memory: ids and weights of the pairs, scores.
+template <int kPerThread>
+__global__ void __launch_bounds__(kRouteThreads) RouteFewRows(const RouteJob job) {
   LaunchDependents();
+  DS4_DYNAMIC_SHARED(memory);
+  __shared__ int counts[kMaxExperts];
+  __shared__ int first[kMaxExperts];
+  __shared__ int scan[32];
+  const int num_experts = job.params.num_experts;
+  const int num_pairs = job.rows * job.params.used;
+  int* ids = reinterpret_cast<int*>(memory);
+  float* weights = reinterpret_cast<float*>(ids + num_pairs);
+  float* scores = weights + num_pairs;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int num_threads = static_cast<int>(blockDim.x);
+  float bias[kPerThread];
+  LoadBias(job.params, bias);
+  GridDependencyWait();
+  for (int i = thread; i < job.rows * num_experts; i += num_threads) {
+    scores[i] = RouterScore(job.logits[i]);
+  }
+  __syncthreads();
+  for (int row = thread / 32; row < job.rows; row += num_threads / 32) {
+    const float* own = scores + row * num_experts;
+    const Choice choice = RouteRow(job, row, bias, [own](int expert) { return own[expert]; });
+    if (thread % 32 < job.params.used) {
+      ids[row * job.params.used + thread % 32] = choice.expert;
+      weights[row * job.params.used + thread % 32] = choice.weight;
+    }
+  }
+  __syncthreads();
+  if (num_pairs <= kFewPairs) {
+    PlaceFewPairs(job, num_pairs, ids, weights, counts);
+  } else {
+    PlacePairsByCount(job, num_pairs, ids, weights, counts, first, scan);
+  }
+}
+
+template <int kPerThread>
+__global__ void __launch_bounds__(kPlaceThreads) RouteRows(const RouteJob job) {
+  LaunchDependents();
+  float bias[kPerThread];
+  LoadBias(job.params, bias);
   GridDependencyWait();
   const int row =
       static_cast<int>(blockIdx.x) * (kPlaceThreads / 32) + static_cast<int>(threadIdx.x) / 32;
-  if (row < job.rows) RouteRow(job, row, nullptr, nullptr);  // the same for all threads of a warp
+  if (row >= job.rows) return;  // the same for all threads of a warp
+  const float* logits = job.logits + static_cast<int64_t>(row) * job.params.num_experts;
+  RouteRow(job, row, bias, [logits](int expert) { return RouterScore(logits[expert]); });
 }
 
 // Calls found(p, rank) in the thread that sees pair p of this warp's expert, for all of them; rank
@@ -230,7 +308,7 @@ __device__ int FindPairs(const int32_t* ids, int num_pairs, int expert, const Fo
 }
 
 // A warp per expert counts its pairs.
-__global__ void __launch_bounds__(kPlaceThreads) CountPairs(RouteJob job) {
+__global__ void __launch_bounds__(kPlaceThreads) CountPairs(const RouteJob job) {
   LaunchDependents();
   GridDependencyWait();
   const int expert =
@@ -240,7 +318,7 @@ __global__ void __launch_bounds__(kPlaceThreads) CountPairs(RouteJob job) {
 }
 
 // A warp per expert places its pairs; every block adds up the counts for itself.
-__global__ void __launch_bounds__(kMaxExperts) PlacePairs(RouteJob job) {
+__global__ void __launch_bounds__(kMaxExperts) PlacePairs(const RouteJob job) {
   LaunchDependents();
   __shared__ int scan[32];
   __shared__ int first[kMaxExperts];
@@ -317,14 +395,17 @@ void LaunchRoute(const LaunchContext& launch, const RouterParams& params, const 
       << "a router has either a bias or a table of ids";
   if (rows == 0) return;
   const RouteJob job = {params, logits, tokens, rows, routing};
+  const bool few_experts = params.num_experts <= 256;
   if (rows <= kRouteOneBlockRows) {
-    const int threads = rows <= 16 ? kRouteThreads / 2 : kRouteThreads;
-    Launch(launch, dim3(1), dim3(threads), rows * params.used * (sizeof(int) + sizeof(float)),
-           RouteFewRows, job);
+    const size_t shared_bytes =
+        rows * (params.used * (sizeof(int) + sizeof(float)) + params.num_experts * sizeof(float));
+    Launch(launch, dim3(1), dim3(kRouteThreads), shared_bytes,
+           few_experts ? RouteFewRows<8> : RouteFewRows<16>, job);
     return;
   }
   const int warps = kPlaceThreads / 32;
-  Launch(launch, dim3((rows + warps - 1) / warps), dim3(kPlaceThreads), 0, RouteRows, job);
+  Launch(launch, dim3((rows + warps - 1) / warps), dim3(kPlaceThreads), 0,
+         few_experts ? RouteRows<8> : RouteRows<16>, job);
   Launch(launch, dim3((params.num_experts + warps - 1) / warps), dim3(kPlaceThreads), 0, CountPairs,
          job);
   const int place_warps = kMaxExperts / 32;

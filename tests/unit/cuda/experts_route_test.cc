@@ -141,7 +141,7 @@ TEST(ExpertsRouteTest, ManyRowsTakeOtherKernelsToTheSameLists) {
 }
 
 TEST(ExpertsRouteTest, TheLowerIdWinsTies) {
-  for (int rows : {3, 70}) {
+  for (int rows : {3, 20, 70}) {
     RouteCase c = RandomCase(70, 6, rows, 3);
     std::fill(c.bias.begin(), c.bias.end(), 0.0f);
     for (float& x : c.logits) x = x > 0.0f ? 1.0f : -1.0f;
