@@ -52,6 +52,13 @@ CudaEngine::~CudaEngine() {
   if (stream_.handle() != nullptr) (void)stream_.Synchronize(std::chrono::seconds(30));
 }
 
+// The largest message of a rank: its roots for all rows of a few-row pass, or its sum for many rows.
+int64_t CudaEngine::ExchangeBytes() const {
+  const int64_t few = std::min<int64_t>(options_.max_batch_rows, kMaxFewRows);
+  return std::max(few * MostRoots(plan_.lanes), options_.max_batch_rows) * config_.hidden_dim *
+         int64_t{sizeof(float)};
+}
+
 Status CudaEngine::PlanMemory(const DeviceInfo& device, bool has_f32_weights) {
   const RankPlan& own = plan_.ranks[comm_->rank()];
   TransformerOptions sizes;
@@ -62,12 +69,10 @@ Status CudaEngine::PlanMemory(const DeviceInfo& device, bool has_f32_weights) {
   sizes.deterministic = options_.deterministic;
   ASSIGN_OR_RETURN(const std::unique_ptr<GgufFile> file, OpenEngineModel(options_));
   ASSIGN_OR_RETURN(const int64_t weights, DeviceWeightBytes(config_, *file, own));
-  const int64_t scratch = DeviceTransformer::ScratchBytes(config_, own, sizes, has_f32_weights);
+  const int64_t scratch = DeviceTransformer::ScratchBytes(config_, own, plan_.lanes, sizes, has_f32_weights);
   const int64_t caches = DeviceTransformer::CacheBytes(config_, sizes);
   const int64_t exchange =
-      comm_->world_size() == 1
-          ? 0
-          : 3 * int64_t{comm_->world_size()} * options_.max_batch_rows * config_.hidden_dim * 4;
+      comm_->world_size() == 1 ? 0 : 3 * int64_t{comm_->world_size()} * ExchangeBytes();
   const int64_t total = weights + scratch + caches + exchange;
   stats_.device_bytes = total;
   stats_.kv_bytes_per_session = caches / options_.max_sessions;
@@ -105,10 +110,7 @@ Status CudaEngine::LoadModel(const LoadProgress& progress) {
 
   ASSIGN_OR_RETURN(stream_, Stream::Create());
   DeviceGroup::Options group;
-  group.max_bytes = options_.max_batch_rows * config_.hidden_dim * int64_t{sizeof(float)} *
-                    static_cast<int64_t>(SubtreesOf(static_cast<int>(own.lanes.begin),
-                                                    static_cast<int>(own.lanes.end))
-                                             .size());
+  group.max_bytes = ExchangeBytes();
   if (options_.device_transport == "push") group.kind = DeviceGroup::Kind::kPush;
   if (options_.device_transport == "nccl") group.kind = DeviceGroup::Kind::kNccl;
   if (options_.device_transport == "host") group.kind = DeviceGroup::Kind::kHost;
@@ -383,7 +385,8 @@ Status CudaEngine::WaitForRecord(uint32_t step) {
     if (spins > (int64_t{1} << 22)) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   std::atomic_thread_fence(std::memory_order_acquire);
-  return OkStatus();
+  // After a failed exchange the step still ends, with rubbish.
+  return group_->CheckHealth();
 }
 
 Status CudaEngine::DecodeQueued(const StepPlan& plan, int32_t steps, StepResult& result,

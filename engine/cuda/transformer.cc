@@ -18,10 +18,6 @@ bool AnyF32(const DeviceWeights& weights) {
          block.attention.q_a.dtype == DType::kF32 || weights.head.dtype == DType::kF32;
 }
 
-int NumRoots(const RankPlan& plan) {
-  return static_cast<int>(
-      SubtreesOf(static_cast<int>(plan.lanes.begin), static_cast<int>(plan.lanes.end)).size());
-}
 
 int64_t MaxVisible(const LayerConfig& layer, int64_t max_pos) {
   return layer.compress_ratio == 0 ? 0 : (max_pos + 1) / layer.compress_ratio;
@@ -42,7 +38,15 @@ DeviceTransformer::DeviceTransformer(const ModelConfig& config, const RankPlan& 
       options_(options),
       group_(group),
       launch_{stream, num_sms, true},
-      num_roots_(NumRoots(plan)) {}
+      num_roots_(MostRoots(lanes)) {}
+
+int MostRoots(const LaneLayout& lanes) {
+  size_t most = 1;
+  for (int r = 0; r < lanes.world_size(); ++r) {
+    most = std::max(most, SubtreesOf(lanes.begin[r], lanes.begin[r + 1]).size());
+  }
+  return static_cast<int>(most);
+}
 
 AttentionParams DeviceTransformer::ParamsOf(const LayerConfig& layer) const {
   AttentionParams params;
@@ -186,9 +190,9 @@ void PassSizes(const TransformerOptions& options, bool f32_weights, int64_t& few
 }  // namespace
 
 int64_t DeviceTransformer::ScratchBytes(const ModelConfig& config, const RankPlan& plan,
-                                        const TransformerOptions& options, bool has_f32_weights) {
+                                        const LaneLayout& lanes, const TransformerOptions& options,
+                                        bool has_f32_weights) {
   const DeviceWeights none;
-  const LaneLayout lanes;
   DeviceTransformer sizes(config, plan, lanes, none, options, nullptr, nullptr, 1);
   PassSizes(options, has_f32_weights, sizes.few_rows_, sizes.many_rows_);
   Workspace space;

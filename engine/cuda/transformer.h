@@ -31,6 +31,9 @@ struct TransformerOptions {
   bool deterministic = false;  // lanes and row independence in passes of many rows too
 };
 
+// Subtree roots of the rank that has most of them: all ranks send as many vectors.
+int MostRoots(const LaneLayout& lanes);
+
 // Filled when asked for; host copies. For tests.
 struct DeviceTrace {
   std::vector<std::vector<float>> streams;          // per layer, [rows, H, D]
@@ -57,7 +60,8 @@ class DeviceTransformer {
 
   // Bytes that Create takes: scratch, and caches of all slots.
   static int64_t ScratchBytes(const ModelConfig& config, const RankPlan& plan,
-                              const TransformerOptions& options, bool has_f32_weights);
+                              const LaneLayout& lanes, const TransformerOptions& options,
+                              bool has_f32_weights);
   static int64_t CacheBytes(const ModelConfig& config, const TransformerOptions& options);
 
   // Largest batch of the few-row kernels.
