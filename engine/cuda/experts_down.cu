@@ -386,6 +386,7 @@ void LaunchExpertsDown(const LaunchContext& launch, const ExpertsDown& job, cons
   }
 
   const int warps = k.lanes * k.tiles;
+  CHECK(warps <= kMaxDownWarps) << warps << " warps";
   k.table_bytes = job.down.dtype == DType::kIQ2_XXS || job.shared_down.dtype == DType::kIQ2_XXS
                       ? kIq2TableBytes
                       : 0;
