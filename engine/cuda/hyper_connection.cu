@@ -1,7 +1,8 @@
 // Streams: embedding, mixing, collapse; and the small row operations around them.
 //
-// A site's end (HcPost) has one thread a column of a part; it keeps fn's values of its column for
-// all streams in registers, so a tile of rows reads fn once. A site's start (HcPre) has one block a
+// A site's end (HcPost) has a block for each part of 32 columns. A warp expands a row's streams there,
+// then all warps share the row's dot products: each half warp has three rows of fn in registers,
+// fetched before the results are waited for, so a tile of rows reads fn once. A site's start (HcPre) has one block a
 // row: every warp works out the same few mixes from the partials, then the streams that were loaded
 // meanwhile collapse and are normed, while one warp more balances comb (Sinkhorn), which only the
 // site's end needs.
@@ -20,8 +21,17 @@ constexpr int kStreams = kMaxDeviceStreams;
 constexpr int kMaxMixes = 2 * kStreams + kStreams * kStreams;
 constexpr int kPartialSlots = 32;
 constexpr int kSquaresSlot = 31;
-constexpr int kRowBatch = 4;      // rows whose streams are loaded together
-constexpr int kPartialWarps = 8;  // that add partials in HcPre
+constexpr int kPartThreads = 128;
+constexpr int kPartWarps = kPartThreads / kWarpSize;
+constexpr int kPartValues = kStreams * kPartCols;
+constexpr int kHalfWarp = kWarpSize / 2;  // lanes that share a dot product
+constexpr int kMixesOfHalf = kMaxMixes / (kPartThreads / kHalfWarp);
+constexpr int kRowBatch = 8;  // rows between two barriers
+constexpr int kRowsOfWarp = kRowBatch / kPartWarps;
+static_assert(kPartCols == kWarpSize && kPartValues == 8 * kHalfWarp);
+static_assert(kMixesOfHalf * (kPartThreads / kHalfWarp) == kMaxMixes);
+constexpr int kPartialWarps = 16;  // that add partials in HcPre
+constexpr int kPartialsAhead = 8;  // of each warp, in flight at once
 constexpr int kThreadCols = 8;    // columns of a thread in row operations
 constexpr int kMaxRowThreads = 1024;
 constexpr int kMaxRowCols = kThreadCols * kMaxRowThreads;
@@ -58,81 +68,133 @@ __device__ __forceinline__ float PlainValue(const std::byte* data, int64_t i) {
   }
 }
 
-using MixColumn = float[kMaxMixes][kStreams];
+// A half warp's share of fn: kMixesOfHalf rows, of which each lane has two runs of four columns:
+// of stream lane / 8 and of stream 2 + lane / 8, from column 4 (lane % 8) of the part on.
+struct MixBits {
+  uint4 run[kMixesOfHalf][2];  // 16-bit values fill x and y only
+};
+using MixFloats = float[kMixesOfHalf][2][4];
 
-template <DType kType>
-__device__ __forceinline__ void LoadMixColumnOf(const PlainMatrix& fn, const HcShape& shape, int d,
-                                                MixColumn& w) {
+// Only loads: nothing here waits for what they bring. Zeros where there is none.
+__device__ __forceinline__ void LoadMixBits(const PlainMatrix& fn, const HcShape& shape,
+                                            MixBits& bits) {
+  const int half = static_cast<int>(threadIdx.x) / kHalfWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kHalfWarp;
+  const int d = static_cast<int>(blockIdx.x) * kPartCols + 4 * (lane % 8);
 #pragma unroll
-  for (int i = 0; i < kMaxMixes; ++i) {
+  for (int m = 0; m < kMixesOfHalf; ++m) {
 #pragma unroll
-    for (int j = 0; j < kStreams; ++j) {
-      const bool there = i < fn.rows && j < shape.streams && d < shape.dim;
-      const int64_t at =
-          static_cast<int64_t>(i) * fn.cols + static_cast<int64_t>(j) * shape.dim + d;
-      w[i][j] = there ? PlainValue<kType>(fn.data, at) : 0.0f;
+    for (int r = 0; r < 2; ++r) {
+      const int i = kMixesOfHalf * half + m, j = 2 * r + lane / 8;
+      const int64_t at = i * fn.cols + static_cast<int64_t>(j) * shape.dim + d;
+      uint4& to = bits.run[m][r];
+      to = make_uint4(0, 0, 0, 0);
+      if (i >= fn.rows || j >= shape.streams || d >= shape.dim) continue;
+      if (fn.dtype == DType::kF32) {
+        to = *reinterpret_cast<const uint4*>(fn.data + 4 * at);
+      } else {
+        const uint2 pairs = *reinterpret_cast<const uint2*>(fn.data + 2 * at);
+        to.x = pairs.x;
+        to.y = pairs.y;
+      }
     }
   }
 }
 
-// fn[i][j * D + d] of all i and j; zeros where there is none.
-__device__ __forceinline__ void LoadMixColumn(const PlainMatrix& fn, const HcShape& shape, int d,
-                                              MixColumn& w) {
-  if (fn.dtype == DType::kF32) {
-    LoadMixColumnOf<DType::kF32>(fn, shape, d, w);
-  } else if (fn.dtype == DType::kF16) {
-    LoadMixColumnOf<DType::kF16>(fn, shape, d, w);
-  } else {
-    LoadMixColumnOf<DType::kBF16>(fn, shape, d, w);
+__device__ __forceinline__ void ConvertMixBits(DType dtype, const MixBits& bits, MixFloats& w) {
+#pragma unroll
+  for (int m = 0; m < kMixesOfHalf; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint4 from = bits.run[m][r];
+      float (&to)[4] = w[m][r];
+      if (dtype == DType::kF32) {
+        to[0] = __uint_as_float(from.x), to[1] = __uint_as_float(from.y);
+        to[2] = __uint_as_float(from.z), to[3] = __uint_as_float(from.w);
+      } else {
+        const bool half = dtype == DType::kF16;
+        const float2 low = half ? Half2ToFloat2(from.x) : Bf162ToFloat2(from.x);
+        const float2 high = half ? Half2ToFloat2(from.y) : Bf162ToFloat2(from.y);
+        to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
+      }
+    }
   }
 }
 
-// One step of WarpSumEach: lanes whose bit kHalf is set go on with the upper half of the values,
-// the others with the lower half.
-template <int kHalf>
-__device__ __forceinline__ void FoldValues(int lane, float (&v)[kPartialSlots]) {
-  const bool upper = (lane & kHalf) != 0;
+// This lane's share of its half warp's dot products. x: a row's values of the part, shared, stream
+// by stream.
+__device__ __forceinline__ void DotShares(const MixFloats& w, const float* x,
+                                          float (&v)[kMixesOfHalf]) {
+  const int lane = static_cast<int>(threadIdx.x) % kHalfWarp;
+  const float4 low = *reinterpret_cast<const float4*>(x + 4 * lane);
+  const float4 high = *reinterpret_cast<const float4*>(x + 2 * kPartCols + 4 * lane);
 #pragma unroll
-  for (int k = 0; k < kHalf; ++k) {
-    const float send = upper ? v[k] : v[k + kHalf];
-    const float keep = upper ? v[k + kHalf] : v[k];
-    v[k] = keep + __shfl_xor_sync(kFullMask, send, kHalf);
+  for (int m = 0; m < kMixesOfHalf; ++m) {
+    float sum = w[m][0][0] * low.x;
+    sum = fmaf(w[m][0][1], low.y, sum);
+    sum = fmaf(w[m][0][2], low.z, sum);
+    sum = fmaf(w[m][0][3], low.w, sum);
+    sum = fmaf(w[m][1][0], high.x, sum);
+    sum = fmaf(w[m][1][1], high.y, sum);
+    sum = fmaf(w[m][1][2], high.z, sum);
+    v[m] = fmaf(w[m][1][3], high.w, sum);
   }
 }
 
-// Sums each of 32 values over the warp; lane i gets the sum of value i. 31 shuffles, not 160.
-__device__ __forceinline__ float WarpSumEach(float (&v)[kPartialSlots]) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  FoldValues<16>(lane, v);
-  FoldValues<8>(lane, v);
-  FoldValues<4>(lane, v);
-  FoldValues<2>(lane, v);
-  FoldValues<1>(lane, v);
-  return v[0];
-}
-
-// This warp's share of a row's partials: lane i gets slot i.
-__device__ __forceinline__ float PartialOfWarp(const float (&x)[kStreams], const MixColumn& w) {
-  float v[kPartialSlots];
+// A row's dot products to `to`, [kPartialSlots]: a tree over the lanes of each half warp.
+__device__ __forceinline__ void StoreDots(const MixFloats& w, const float* x, float* to) {
+  const int half = static_cast<int>(threadIdx.x) / kHalfWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kHalfWarp;
+  float v[kMixesOfHalf];
+  DotShares(w, x, v);
 #pragma unroll
-  for (int i = 0; i < kPartialSlots; ++i) v[i] = 0.0f;
+  for (int distance = kHalfWarp / 2; distance > 0; distance /= 2) {
 #pragma unroll
-  for (int j = 0; j < kStreams; ++j) {
-#pragma unroll
-    for (int i = 0; i < kMaxMixes; ++i) v[i] = fmaf(w[i][j], x[j], v[i]);
-    v[kSquaresSlot] = fmaf(x[j], x[j], v[kSquaresSlot]);
+    for (int m = 0; m < kMixesOfHalf; ++m) {
+      v[m] += __shfl_xor_sync(kFullMask, v[m], distance);
+    }
   }
-  return WarpSumEach(v);
+  const float own = lane == 0 ? v[0] : lane == 1 ? v[1] : v[2];
+  if (lane < kMixesOfHalf) to[kMixesOfHalf * half + lane] = own;
 }
 
-// The two warps' shares of a batch of rows become the block's partials.
-using WarpPartials = float[kRowBatch][2][kPartialSlots];
-__device__ __forceinline__ void StorePartials(const WarpPartials& shares, int first, int count,
-                                              int rows, float* partial) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  for (int u = static_cast<int>(threadIdx.x) / kWarpSize; u < count; u += 2) {
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * rows + first + u;
-    partial[row * kPartialSlots + lane] = shares[u][0][lane] + shares[u][1][lane];
+// One step of StoreDotsOfBatch: lanes whose bit kDistance is set go on with the upper half of the
+// rows, the others with the lower half.
+template <int kDistance>
+__device__ __forceinline__ void FoldRows(int lane, float (&v)[kMixesOfHalf][kRowBatch]) {
+  const bool upper = (lane & kDistance) != 0;
+#pragma unroll
+  for (int m = 0; m < kMixesOfHalf; ++m) {
+#pragma unroll
+    for (int u = 0; u < kDistance / 2; ++u) {
+      const float send = upper ? v[m][u] : v[m][u + kDistance / 2];
+      const float keep = upper ? v[m][u + kDistance / 2] : v[m][u];
+      v[m][u] = keep + __shfl_xor_sync(kFullMask, send, kDistance);
+    }
+  }
+}
+
+// StoreDots of a full batch of rows, the same additions in fewer shuffles: after three steps a lane
+// has one row only. x: [kRowBatch][kPartValues]; to: [kRowBatch][kPartialSlots].
+__device__ __forceinline__ void StoreDotsOfBatch(const MixFloats& w, const float* x, float* to) {
+  static_assert(kRowBatch == kHalfWarp / 2);
+  const int half = static_cast<int>(threadIdx.x) / kHalfWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kHalfWarp;
+  float v[kMixesOfHalf][kRowBatch];
+#pragma unroll
+  for (int u = 0; u < kRowBatch; ++u) {
+    float row[kMixesOfHalf];
+    DotShares(w, x + u * kPartValues, row);
+#pragma unroll
+    for (int m = 0; m < kMixesOfHalf; ++m) v[m][u] = row[m];
+  }
+  FoldRows<8>(lane, v);
+  FoldRows<4>(lane, v);
+  FoldRows<2>(lane, v);
+#pragma unroll
+  for (int m = 0; m < kMixesOfHalf; ++m) {
+    v[m][0] += __shfl_xor_sync(kFullMask, v[m][0], 1);
+    if (lane % 2 == 0) to[lane / 2 * kPartialSlots + kMixesOfHalf * half + m] = v[m][0];
   }
 }
 
@@ -159,107 +221,146 @@ __device__ __forceinline__ float TreeOfRoots(const RootProgram& roots, int64_t a
   return stack[0];
 }
 
-// The sub-layer's results at (first + u, d) for a batch of rows.
-__device__ __forceinline__ void LoadResults(const RootProgram& roots, int first, int count, int dim,
-                                            int d, float (&s)[kRowBatch]) {
-#pragma unroll
-  for (int u = 0; u < kRowBatch; ++u) {
-    const int64_t at = static_cast<int64_t>(first + u) * dim + d;
-    const bool there = u < count && d < dim;
-    if (roots.count == 1) {
-      s[u] = there ? roots.data[0][at] : 0.0f;
-    } else if (roots.count == 2) {
-      s[u] = there ? roots.data[0][at] + roots.data[1][at] : 0.0f;
-    } else {
-      s[u] = there ? TreeOfRoots(roots, at) : 0.0f;
-    }
-  }
-}
-
-// One row's mix, zeros for streams that are not there.
-struct alignas(16) MixOfRow {
-  float post[kStreams];
-  float comb[kStreams][kStreams];
-};
-__device__ __forceinline__ void LoadMixes(const HcMix& mix, int streams, int first, int count,
-                                          MixOfRow (&mixes)[kRowBatch]) {
-  constexpr int kValues = kStreams + kStreams * kStreams;
-  for (int n = static_cast<int>(threadIdx.x); n < count * kValues; n += kPartCols) {
-    const int u = n / kValues, i = n % kValues;
-    const int64_t row = first + u;
-    if (i < kStreams) {
-      mixes[u].post[i] = i < streams ? mix.post[row * streams + i] : 0.0f;
-    } else {
-      const int j = i / kStreams - 1, k = i % kStreams;
-      const bool there = j < streams && k < streams;
-      mixes[u].comb[j][k] = there ? mix.comb[(row * streams + j) * streams + k] : 0.0f;
-    }
-  }
-}
-
-// x'[k] = post[k] s + sum_j comb[j][k] x[j].
-__device__ __forceinline__ void Expand(const MixOfRow& mix, int streams, float s,
-                                       float (&x)[kStreams]) {
-  float out[kStreams];
-#pragma unroll
-  for (int k = 0; k < kStreams; ++k) {
-    out[k] = mix.post[k] * s;
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) {
-      // A stream that is not there adds nothing, not even a NaN.
-      if (j < streams) out[k] = fmaf(mix.comb[j][k], x[j], out[k]);
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < kStreams; ++k) x[k] = k < streams ? out[k] : 0.0f;
-}
-
-__global__ void __launch_bounds__(kPartCols)
-    HcPostKernel(HcShape shape, int rows, int tile, RootProgram roots, HcMix mix, PlainMatrix fn,
-                 float* streams, float* partial) {
-  __shared__ WarpPartials shares[2];  // used in turn: one barrier a batch is enough
-  __shared__ MixOfRow mixes[2][kRowBatch];
-  LaunchDependents();
-  const int d = static_cast<int>(blockIdx.x) * kPartCols + static_cast<int>(threadIdx.x);
+// Gives each row of a block's tile to one warp, lane by column, then adds the dot products up. Source
+// has a struct Row with what a lane holds of a row while it is on its way, Load(row, there, Row&)
+// and Finish(u, Row, x): the lane's new stream values, u being the row's place in the batch. The
+// next batch is loaded before this one's dot products.
+template <typename Source>
+__device__ __forceinline__ void PartOfRows(const HcShape& shape, int rows, int tile,
+                                           const PlainMatrix& fn, const Source& source,
+                                           float* streams, float* partial) {
+  __shared__ __align__(16) float values[2][kRowBatch * kPartValues];  // used in turn
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  MixColumn w;
-  LoadMixColumn(fn, shape, d, w);
+  const int d = static_cast<int>(blockIdx.x) * kPartCols + lane;
+  int first = static_cast<int>(blockIdx.y) * tile;
+  const int end = min(rows, first + tile);
+  MixBits bits;
+  LoadMixBits(fn, shape, bits);
   GridDependencyWait();
-  const int end = min(rows, (static_cast<int>(blockIdx.y) + 1) * tile);
-  int turn = 0;
-  for (int first = static_cast<int>(blockIdx.y) * tile; first < end;
-       first += kRowBatch, turn ^= 1) {
-    const int count = min(kRowBatch, end - first);
-    float* at = streams + static_cast<int64_t>(first) * shape.streams * shape.dim + d;
-    float x[kRowBatch][kStreams], s[kRowBatch];
+  typename Source::Row ahead[kRowsOfWarp];
 #pragma unroll
-    for (int u = 0; u < kRowBatch; ++u) {
+  for (int r = 0; r < kRowsOfWarp; ++r) {
+    source.Load(first + warp + r * kPartWarps, first + warp + r * kPartWarps < end, ahead[r]);
+  }
+  MixFloats w;
+  ConvertMixBits(fn.dtype, bits, w);
+  for (int turn = 0; first < end; first += kRowBatch, turn ^= 1) {
+    float squares[kRowsOfWarp];
 #pragma unroll
-      for (int j = 0; j < kStreams; ++j) {
-        const bool there = u < count && j < shape.streams && d < shape.dim;
-        x[u][j] = there ? at[(static_cast<int64_t>(u) * shape.streams + j) * shape.dim] : 0.0f;
-      }
-    }
-    LoadResults(roots, first, count, shape.dim, d, s);
-    LoadMixes(mix, shape.streams, first, count, mixes[turn]);
-    __syncthreads();
-#pragma unroll
-    for (int u = 0; u < kRowBatch; ++u) {
-      if (u >= count) break;
-      Expand(mixes[turn][u], shape.streams, s[u], x[u]);
+    for (int r = 0; r < kRowsOfWarp; ++r) {
+      const int u = warp + r * kPartWarps;
+      if (first + u >= end) break;
+      float x[kStreams];
+      source.Finish(u, ahead[r], x);
+      float* to = streams + static_cast<int64_t>(first + u) * shape.streams * shape.dim + d;
+      squares[r] = 0.0f;
 #pragma unroll
       for (int k = 0; k < kStreams; ++k) {
-        if (k < shape.streams && d < shape.dim) {
-          at[(static_cast<int64_t>(u) * shape.streams + k) * shape.dim] = x[u][k];
-        }
+        if (k < shape.streams && d < shape.dim) to[static_cast<int64_t>(k) * shape.dim] = x[k];
+        values[turn][u * kPartValues + k * kPartCols + lane] = x[k];
+        squares[r] = fmaf(x[k], x[k], squares[r]);
       }
-      shares[turn][u][warp][lane] = PartialOfWarp(x[u], w);
     }
+    const int next = first + kRowBatch;
+    if (next < end) {
+#pragma unroll
+      for (int r = 0; r < kRowsOfWarp; ++r) {
+        source.Load(next + warp + r * kPartWarps, next + warp + r * kPartWarps < end, ahead[r]);
+      }
+    }
+    // One barrier a batch: a warp that is a batch ahead writes the other half of `values`.
     __syncthreads();
-    StorePartials(shares[turn], first, count, rows, partial);
+    float* to = partial + (static_cast<int64_t>(blockIdx.x) * rows + first) * kPartialSlots;
+    if (end - first >= kRowBatch) {
+      StoreDotsOfBatch(w, values[turn], to);
+    } else {
+      for (int u = 0; u < end - first; ++u) {
+        StoreDots(w, values[turn] + u * kPartValues, to + u * kPartialSlots);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRowsOfWarp; ++r) {
+      const int u = warp + r * kPartWarps;
+      if (first + u >= end) break;
+      const float sum = WarpSum(squares[r]);
+      if (lane == 0) to[u * kPartialSlots + kSquaresSlot] = sum;
+    }
   }
 }
+
+// ---- A site's end ----
+
+// x'[k] = post[k] s + sum_j comb[j][k] x[j]. mix: post, then comb, [1 + kStreams][kStreams].
+__device__ __forceinline__ void Expand(const float4* mix, int streams, float s,
+                                       const float (&x)[kStreams], float (&out)[kStreams]) {
+  const float4 post = mix[0];
+  out[0] = post.x * s, out[1] = post.y * s, out[2] = post.z * s, out[3] = post.w * s;
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    // A stream that is not there adds nothing, not even a NaN.
+    if (j >= streams) break;
+    const float4 comb = mix[1 + j];
+    out[0] = fmaf(comb.x, x[j], out[0]), out[1] = fmaf(comb.y, x[j], out[1]);
+    out[2] = fmaf(comb.z, x[j], out[2]), out[3] = fmaf(comb.w, x[j], out[3]);
+  }
+#pragma unroll
+  for (int k = 0; k < kStreams; ++k) out[k] = k < streams ? out[k] : 0.0f;
+}
+
+struct PostSource {
+  struct Row {
+    float x[kStreams];
+    float s;
+    float mix;  // one value of the row's post and comb in each of the first lanes
+  };
+  const HcShape& shape;
+  const RootProgram& roots;
+  const HcMix& mix;
+  const float* streams;
+  float* mixes;  // shared, [kRowBatch][kWarpSize]
+
+  __device__ __forceinline__ void Load(int row, bool there, Row& to) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const int d = static_cast<int>(blockIdx.x) * kPartCols + lane;
+    const int h = shape.streams;
+    const float* from = streams + static_cast<int64_t>(row) * h * shape.dim + d;
+    const bool inside = there && d < shape.dim;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) {
+      to.x[j] = inside && j < h ? from[static_cast<int64_t>(j) * shape.dim] : 0.0f;
+    }
+    const int j = lane / kStreams - 1, k = lane % kStreams;
+    to.mix = 0.0f;
+    if (there && k < h && j < h) {
+      to.mix = j < 0 ? mix.post[row * h + k] : mix.comb[(row * h + j) * h + k];
+    }
+    to.s = 0.0f;
+    if (inside) {
+      const int64_t at = static_cast<int64_t>(row) * shape.dim + d;
+      to.s = roots.count == 1 ? roots.data[0][at] : TreeOfRoots(roots, at);
+    }
+  }
+
+  __device__ __forceinline__ void Finish(int u, const Row& row, float (&x)[kStreams]) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    float* own = mixes + u * kWarpSize;
+    own[lane] = row.mix;
+    __syncwarp();
+    Expand(reinterpret_cast<const float4*>(own), shape.streams, row.s, row.x, x);
+  }
+};
+
+__global__ void __launch_bounds__(kPartThreads, 5)
+    HcPostKernel(HcShape shape, int rows, int tile, RootProgram roots, HcMix mix, PlainMatrix fn,
+                 float* streams, float* partial) {
+  __shared__ __align__(16) float mixes[kRowBatch * kWarpSize];
+  LaunchDependents();
+  const PostSource source = {shape, roots, mix, streams, mixes};
+  PartOfRows(shape, rows, tile, fn, source, streams, partial);
+}
+
+// ---- Embedding ----
 
 // The value at column d of an embedding row.
 __device__ __forceinline__ float EmbeddingValue(DType dtype, const std::byte* row, int d) {
@@ -271,43 +372,37 @@ __device__ __forceinline__ float EmbeddingValue(DType dtype, const std::byte* ro
   return scale * static_cast<float>(static_cast<int8_t>(block[2 + d % 32]));
 }
 
-__global__ void __launch_bounds__(kPartCols)
+struct EmbedSource {
+  struct Row {
+    float value;
+  };
+  const HcShape& shape;
+  const int32_t* token;
+  DType dtype;
+  const std::byte* embedding;
+  int64_t row_bytes;
+
+  __device__ __forceinline__ void Load(int row, bool there, Row& to) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const int d = static_cast<int>(blockIdx.x) * kPartCols + lane;
+    to.value = 0.0f;
+    if (there && d < shape.dim) {
+      to.value = EmbeddingValue(dtype, embedding + token[row] * row_bytes, d);
+    }
+  }
+  __device__ __forceinline__ void Finish(int, const Row& row, float (&x)[kStreams]) const {
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) x[k] = k < shape.streams ? row.value : 0.0f;
+  }
+};
+
+__global__ void __launch_bounds__(kPartThreads)
     EmbedKernel(HcShape shape, int rows, int tile, const int32_t* token, DType dtype,
                 const std::byte* embedding, int64_t row_bytes, PlainMatrix fn, float* streams,
                 float* partial) {
-  __shared__ WarpPartials shares[2];
   LaunchDependents();
-  const int d = static_cast<int>(blockIdx.x) * kPartCols + static_cast<int>(threadIdx.x);
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  MixColumn w;
-  LoadMixColumn(fn, shape, d, w);
-  GridDependencyWait();
-  const int end = min(rows, (static_cast<int>(blockIdx.y) + 1) * tile);
-  int turn = 0;
-  for (int first = static_cast<int>(blockIdx.y) * tile; first < end;
-       first += kRowBatch, turn ^= 1) {
-    const int count = min(kRowBatch, end - first);
-#pragma unroll
-    for (int u = 0; u < kRowBatch; ++u) {
-      if (u >= count) break;
-      float value = 0.0f;
-      if (d < shape.dim) {
-        value = EmbeddingValue(dtype, embedding + token[first + u] * row_bytes, d);
-      }
-      float x[kStreams];
-#pragma unroll
-      for (int k = 0; k < kStreams; ++k) {
-        x[k] = k < shape.streams ? value : 0.0f;
-        if (k < shape.streams && d < shape.dim) {
-          streams[(static_cast<int64_t>(first + u) * shape.streams + k) * shape.dim + d] = value;
-        }
-      }
-      shares[turn][u][warp][lane] = PartialOfWarp(x, w);
-    }
-    __syncthreads();
-    StorePartials(shares[turn], first, count, rows, partial);
-  }
+  const EmbedSource source = {shape, token, dtype, embedding, row_bytes};
+  PartOfRows(shape, rows, tile, fn, source, streams, partial);
 }
 
 // ---- Rows: eight columns a thread ----
@@ -502,14 +597,14 @@ __device__ __forceinline__ float FinishSinkhorn(int streams, int iterations, flo
   return entry / (m.row.denominator * m.column.denominator);
 }
 
-// This thread's warp's share of the partials: lane i adds slot i of parts warp, warp + 8, ...; the
+// This thread's warp's share of the partials: lane i adds slot i of parts warp, warp + 16, ...; the
 // loads of the first eight come back in `ahead`.
 __device__ __forceinline__ void LoadPartials(const float* partial, int parts, int rows, int row,
-                                             float (&ahead)[kPartialWarps]) {
+                                             float (&ahead)[kPartialsAhead]) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
 #pragma unroll
-  for (int u = 0; u < kPartialWarps; ++u) {
+  for (int u = 0; u < kPartialsAhead; ++u) {
     const int part = warp + u * kPartialWarps;
     const int64_t at = (static_cast<int64_t>(part) * rows + row) * kPartialSlots + lane;
     ahead[u] = warp < kPartialWarps && part < parts ? partial[at] : 0.0f;
@@ -517,14 +612,14 @@ __device__ __forceinline__ void LoadPartials(const float* partial, int parts, in
 }
 
 __device__ __forceinline__ float AddPartials(const float* partial, int parts, int rows, int row,
-                                             const float (&ahead)[kPartialWarps]) {
+                                             const float (&ahead)[kPartialsAhead]) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   float sum = ahead[0];
 #pragma unroll
-  for (int u = 1; u < kPartialWarps; ++u) sum += ahead[u];
+  for (int u = 1; u < kPartialsAhead; ++u) sum += ahead[u];
   if (warp < kPartialWarps) {
-    for (int part = warp + kPartialWarps * kPartialWarps; part < parts; part += kPartialWarps) {
+    for (int part = warp + kPartialsAhead * kPartialWarps; part < parts; part += kPartialWarps) {
       sum += partial[(static_cast<int64_t>(part) * rows + row) * kPartialSlots + lane];
     }
   }
@@ -534,9 +629,13 @@ __device__ __forceinline__ float AddPartials(const float* partial, int parts, in
 __device__ __forceinline__ float AddWarpShares(
     const float (&shares)[kPartialWarps][kPartialSlots]) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const float a = shares[0][lane] + shares[1][lane], b = shares[2][lane] + shares[3][lane];
-  const float c = shares[4][lane] + shares[5][lane], d = shares[6][lane] + shares[7][lane];
-  return (a + b) + (c + d);
+  float v[kPartialWarps];
+#pragma unroll
+  for (int i = 0; i < kPartialWarps; ++i) v[i] = shares[i][lane];
+#pragma unroll
+  for (int i = 0; i < kPartialWarps / 2; ++i) v[i] += v[i + kPartialWarps / 2];
+  static_assert(kPartialWarps == 16);
+  return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
 }
 
 // kHead: only pre, of the chosen rows. Else the last warp of the block has no columns: it finds
@@ -562,7 +661,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
 
   const int t = static_cast<int>(blockIdx.x);
   const int row = kHead ? row_index[t] : t;
-  float ahead[kPartialWarps];
+  float ahead[kPartialsAhead];
   LoadPartials(partial, shape.parts, rows, row, ahead);
   float4 x[kStreams][2];
 #pragma unroll
@@ -685,6 +784,7 @@ void CheckFn(const HcShape& shape, const PlainMatrix& fn) {
   CHECK(fn.rows >= 1 && fn.rows <= kMaxMixes && fn.cols == shape.streams * shape.dim)
       << "mixing weights [" << fn.rows << ", " << fn.cols << "] for " << shape.streams
       << " streams of " << shape.dim;
+  CHECK(reinterpret_cast<uintptr_t>(fn.data) % 16 == 0) << "mixing weights at an odd address";
 }
 
 // Rows of a block of the kernels over parts. No result depends on it.
@@ -754,7 +854,7 @@ void LaunchEmbed(const LaunchContext& launch, const HcParams& params, const Step
         dtype == DType::kQ8_0)
       << "embedding is " << Info(dtype).name << ", must be F32, F16, BF16 or Q8_0";
   const int tile = RowTile(launch, shape.parts, rows);
-  Launch(launch, PartGrid(shape.parts, rows, tile), kPartCols, 0, EmbedKernel, shape, rows, tile,
+  Launch(launch, PartGrid(shape.parts, rows, tile), kPartThreads, 0, EmbedKernel, shape, rows, tile,
          step.token, dtype, embedding, BytesFor(dtype, shape.dim), next_fn, streams, partial);
 }
 
@@ -764,7 +864,7 @@ void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows,
   const HcShape shape = ShapeOf(params);
   CheckFn(shape, next_fn);
   const int tile = RowTile(launch, shape.parts, rows);
-  Launch(launch, PartGrid(shape.parts, rows, tile), kPartCols, 0, HcPostKernel, shape, rows, tile,
+  Launch(launch, PartGrid(shape.parts, rows, tile), kPartThreads, 0, HcPostKernel, shape, rows, tile,
          ProgramOf(roots), mix, next_fn, streams, partial);
 }
 

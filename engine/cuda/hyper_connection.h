@@ -26,7 +26,7 @@ struct HcParams {
 };
 
 struct HcWeights {
-  PlainMatrix fn;                // [2H + H*H][H*D]; head: [H][H*D]
+  PlainMatrix fn;                // [2H + H*H][H*D]; head: [H][H*D]; 16-byte aligned
   const float* base = nullptr;   // [2H + H*H] or [H]
   const float* scale = nullptr;  // [3] or [1]
 };
@@ -41,7 +41,7 @@ struct HcMix {
 // partial[(part * rows + t) * 32 + i], i < fn.rows dot products, i = 31 the sum of squares.
 // Parts are ranges of kPartCols columns d of all streams, so the order of additions depends on D
 // only. D: a multiple of 8, up to 7936.
-inline constexpr int kPartCols = 64;
+inline constexpr int kPartCols = 32;
 inline int NumParts(const HcParams& params) {
   return (params.hidden_dim + kPartCols - 1) / kPartCols;
 }

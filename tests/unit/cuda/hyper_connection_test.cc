@@ -95,7 +95,7 @@ RootSet OneRoot() {
   return set;
 }
 
-// Each partial against the sum in double over its columns. Up to 256 float32 products, each within
+// Each partial against the sum in double over its columns. Up to 128 float32 products, each within
 // 2^-24 of its size, added in a tree with runs of at most 8: 2^-19 of the sum of magnitudes.
 void ExpectPartials(const Site& site, const std::vector<float>& streams,
                     const std::vector<float>& partial) {
