@@ -55,8 +55,9 @@ CudaEngine::~CudaEngine() {
 // The largest message of a rank: its roots for all rows of a few-row pass, or its sum for many rows.
 int64_t CudaEngine::ExchangeBytes() const {
   const int64_t few = std::min<int64_t>(options_.max_batch_rows, kMaxFewRows);
-  return std::max(few * MostRoots(plan_.lanes), options_.max_batch_rows) * config_.hidden_dim *
-         int64_t{sizeof(float)};
+  const int64_t sums = std::max(few * MostRoots(plan_.lanes), options_.max_batch_rows) *
+                       config_.hidden_dim * int64_t{sizeof(float)};
+  return std::max(sums, ChoiceMessageBytes(kMaxFewRows, config_.num_lanes));
 }
 
 Status CudaEngine::PlanMemory(const DeviceInfo& device, bool has_f32_weights) {
@@ -312,7 +313,8 @@ Status CudaEngine::RunParts(const StepPlan& plan, const std::vector<int>& parts,
 }
 
 bool CudaEngine::CanQueue(const StepPlan& plan, const std::vector<Running>& running) const {
-  if (comm_->world_size() > 1) return false;
+  // Every rank chooses from the same gathered bytes, so all go on, and stop, alike.
+  if (comm_->world_size() > 1 && !group_->graph_safe()) return false;
   return std::all_of(running.begin(), running.end(), [&](const Running& r) {
     const StepPart& part = plan.parts[r.part];
     return part.sampling.temperature <= 0.0f && part.num_top == 0;
@@ -354,7 +356,7 @@ Result<Graph*> CudaEngine::GraphFor(int rows, int64_t max_pos) {
   const auto work = [&]() -> Status {
     RETURN_IF_ERROR(transformer_->Forward(step_, rows, bound, false));
     RETURN_IF_ERROR(transformer_->Logits(identity_, rows, rows));
-    transformer_->Greedy(rows);
+    RETURN_IF_ERROR(transformer_->Greedy(rows));
     DecodeQueue queue;
     queue.token = token_;
     queue.pos = pos_;

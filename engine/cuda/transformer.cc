@@ -38,7 +38,11 @@ DeviceTransformer::DeviceTransformer(const ModelConfig& config, const RankPlan& 
       options_(options),
       group_(group),
       launch_{stream, num_sms, true},
-      num_roots_(MostRoots(lanes)) {}
+      num_roots_(MostRoots(lanes)) {
+  for (int r = 0; r < lanes.world_size(); ++r) {
+    most_lanes_ = std::max(most_lanes_, lanes.num_lanes_of(r));
+  }
+}
 
 int MostRoots(const LaneLayout& lanes) {
   size_t most = 1;
@@ -119,9 +123,9 @@ void DeviceTransformer::Plan(Workspace& space) {
   roots_ = space.TakeArray<float>(num_roots_ * rows * hidden);
   if (many > 0) pair_out_ = space.TakeArray<float>(many * used * hidden);
   logits_ = space.TakeArray<float>(head_rows_ * plan_.vocab.size());
-  lane_max_ = space.TakeArray<float>(head_rows_ * kMaxVocabLanes);
-  lane_sum_ = space.TakeArray<double>(head_rows_ * kMaxVocabLanes);
-  choice_ = space.TakeArray<GreedyChoice>(head_rows_);
+  const int head_rows = static_cast<int>(head_rows_);
+  own_choice_ = space.Take(ChoiceMessageBytes(head_rows, most_lanes_));
+  merged_choice_ = space.Take(ChoiceMessageBytes(head_rows, config_.num_lanes));
   greedy_scratch_ = space.Take(GreedyScratchBytes(static_cast<int>(head_rows_)));
 
   router_shape_.num_experts = static_cast<int>(config_.num_experts);
@@ -595,15 +599,30 @@ Status DeviceTransformer::Logits(const int32_t* row_index, int count, int rows) 
   return Mark("head", Bytes(weights_.head));
 }
 
-void DeviceTransformer::Greedy(int count) {
+Status DeviceTransformer::Greedy(int count) {
+  const int own_lanes = static_cast<int>(plan_.lanes.size());
+  chosen_ = MakeChoiceMessage(own_choice_, count, most_lanes_);
   LaunchGreedy(launch_, logits_, weights_.head.rows, count, static_cast<int32_t>(plan_.vocab.begin),
-               vocab_lanes_, static_cast<int>(plan_.lanes.size()), choice_, lane_max_, lane_sum_,
+               vocab_lanes_, own_lanes, chosen_.choice, chosen_.lane_max, chosen_.lane_sum,
                greedy_scratch_);
+  if (lanes_.world_size() == 1) return LaunchStatus();
+  RETURN_IF_ERROR(group_->AllGather(launch_, own_choice_, ChoiceMessageBytes(count, most_lanes_)));
+  RankMessages ranks;
+  ranks.world_size = lanes_.world_size();
+  ranks.message_lanes = most_lanes_;
+  for (int r = 0; r < lanes_.world_size(); ++r) {
+    ranks.messages[r] = group_->Gathered(r);
+    ranks.num_lanes[r] = lanes_.num_lanes_of(r);
+  }
+  chosen_ = MakeChoiceMessage(merged_choice_, count, config_.num_lanes);
+  LaunchMergeChoices(launch_, count, ranks, chosen_);
+  return LaunchStatus();
 }
 
 void DeviceTransformer::Advance(int rows, const DecodeQueue& queue) {
-  LaunchAdvance(launch_, rows, choice_, lane_max_, lane_sum_, static_cast<int>(plan_.lanes.size()),
-                queue);
+  const int lanes =
+      lanes_.world_size() == 1 ? static_cast<int>(plan_.lanes.size()) : config_.num_lanes;
+  LaunchAdvance(launch_, rows, chosen_.choice, chosen_.lane_max, chosen_.lane_sum, lanes, queue);
 }
 
 Status DeviceTransformer::VisitState(

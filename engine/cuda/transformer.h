@@ -10,6 +10,7 @@
 #include "engine/cuda/attention.h"
 #include "engine/cuda/cache.h"
 #include "engine/cuda/choose.h"
+#include "engine/cuda/choose_ranks.h"
 #include "engine/cuda/device_group.h"
 #include "engine/cuda/experts.h"
 #include "engine/cuda/product.h"
@@ -78,9 +79,9 @@ class DeviceTransformer {
   Status Logits(const int32_t* row_index, int count, int rows);
   float* logits() const { return logits_; }
   int64_t local_vocab() const { return weights_.head.rows; }
-  // Greedy choice over logits() rows, and the per-lane statistics behind its probability.
-  void Greedy(int count);
-  const GreedyChoice* choice() const { return choice_; }
+  // Greedy choice of the whole group over logits() rows, and the per-lane statistics behind its
+  // probability. Collective; graph-safe where the group is.
+  Status Greedy(int count);
   // Ends a step of the decode queue.
   void Advance(int rows, const DecodeQueue& queue);
 
@@ -153,9 +154,11 @@ class DeviceTransformer {
   float *q_low_ = nullptr, *kv_ = nullptr, *comp_kv_ = nullptr, *comp_gate_ = nullptr,
         *index_kv_ = nullptr, *index_gate_ = nullptr, *index_weights_ = nullptr, *q_ = nullptr,
         *index_q_ = nullptr, *router_logits_ = nullptr, *roots_ = nullptr, *pair_out_ = nullptr,
-        *logits_ = nullptr, *lane_max_ = nullptr;
-  double* lane_sum_ = nullptr;
-  GreedyChoice* choice_ = nullptr;
+        *logits_ = nullptr;
+  int most_lanes_ = 1;                  // of any rank
+  std::byte* own_choice_ = nullptr;     // this rank's message
+  std::byte* merged_choice_ = nullptr;  // the group's
+  ChoiceMessage chosen_;                // of the last Greedy
   std::byte *greedy_scratch_ = nullptr, *index_scratch_ = nullptr, *attention_scratch_ = nullptr,
             *routing_memory_ = nullptr;
   int32_t *picks_ = nullptr, *pick_count_ = nullptr;

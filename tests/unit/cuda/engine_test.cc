@@ -159,6 +159,21 @@ TEST(CudaEngineTest, TwoRanksGiveTheBitsOfOne) {
   }
 }
 
+// Without candidates the ranks choose on their devices, in a queue.
+TEST(CudaEngineTest, TwoRanksQueueTheTokensOfOne) {
+  EngineOptions options = Options(ShippedModel(), Backend::kCuda);
+  const int steps = std::min(NumTokens(), 24) - 1;
+  EngineGroup one(options, 1);
+  const auto expected = Generate(one, steps);
+  options.device_transport = "push";
+  EngineGroup two(options, 2);
+  const auto tokens = Generate(two, steps);
+  ASSERT_EQ(Ids(tokens), Ids(expected));
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    EXPECT_EQ(tokens[i].logprob, expected[i].logprob) << "token " << i;
+  }
+}
+
 // Prefill through the kernels for many rows: other bits, the same meaning.
 TEST(CudaEngineTest, LongPromptsThroughTheManyRowKernelsAgree) {
   EngineOptions options = Options(ShippedModel(), Backend::kCuda);
