@@ -1,4 +1,5 @@
-// Decode products. A block owns some row tiles of one job; its eight warps share the (tile, slice)
+// Decode products, in general form; few rows of x with the common types have kernels of their own
+// (product_few.cu). A block owns some row tiles of one job; its eight warps share the (tile, slice)
 // pairs, one slice at a time each (dot.cuh). After every pass the block adds the slices' sums in
 // rising order, so how many tiles a block has changes no bits. A lane product is a job whose slices
 // belong to lanes; the lanes' totals are added in the lane tree at the end.
@@ -8,6 +9,7 @@
 #include "engine/comm/lane_tree.h"
 #include "engine/cuda/dot.cuh"
 #include "engine/cuda/product.h"
+#include "engine/cuda/product_few.h"
 #include "engine/cuda/quantize.cuh"
 #include "engine/cuda/simt.h"
 
@@ -17,7 +19,6 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kMaxLanes = 16;  // of one rank
-constexpr int kMaxRoots = 8;   // aligned subtrees that 16 lanes at any place can need
 
 // Shared memory lets two blocks live on one SM; few x rows leave more of it to weights in flight.
 template <int kTiles>
@@ -54,10 +55,7 @@ struct DeviceJob {
 
 struct ProductParams {
   int num_jobs;
-  float* roots;
-  int num_roots;
-  int8_t root_begin[kMaxRoots];  // first local lane
-  int8_t root_size[kMaxRoots];
+  LaneRoots lanes;
   DeviceJob jobs[kMaxProductJobs];
 };
 static_assert(sizeof(ProductParams) <= 4000, "kernel parameters are limited to 4 KB");
@@ -220,16 +218,16 @@ __device__ __forceinline__ void StoreRoots(const ProductParams& params, const De
     const int row = work.first_tile * kTileRows + in_block;
     if (row >= job.rows) continue;
     float* lanes = room.total + in_block * (8 * kTiles) + in_group;  // this thread's alone
-    for (int root = 0; root < params.num_roots; ++root) {
-      float* first = lanes + params.root_begin[root] * lane_values;
-      const int size = params.root_size[root];
+    for (int root = 0; root < params.lanes.num_roots; ++root) {
+      float* first = lanes + params.lanes.begin[root] * lane_values;
+      const int size = params.lanes.size[root];
       for (int half = 1; half < size; half *= 2) {
         for (int lane = 0; lane < size; lane += 2 * half) {
           first[lane * lane_values] += first[(lane + half) * lane_values];
         }
       }
       const int64_t x_row = static_cast<int64_t>(root) * job.x.rows + work.first_x + in_group;
-      params.roots[x_row * job.rows + row] = *first;
+      params.lanes.roots[x_row * job.rows + row] = *first;
     }
   }
 }
@@ -276,7 +274,7 @@ __device__ __forceinline__ void RunJob(const ProductParams& params, const Device
     AddSegments<kTiles>(job, work, first, min(step, all_segments - first), room);
     __syncthreads();
   }
-  if (params.roots != nullptr) return StoreRoots<kTiles>(params, job, work, room);
+  if (params.lanes.roots != nullptr) return StoreRoots<kTiles>(params, job, work, room);
   StoreY<kTiles>(job, work, room);
   if (job.out.q != nullptr) StoreForms<kTiles>(job, work, room);
 }
@@ -582,7 +580,7 @@ void LaunchProducts(const LaunchContext& launch, std::span<const ProductJob> job
     CHECK(jobs[i].x.rows == jobs[0].x.rows) << jobs[i].x.rows << " and " << jobs[0].x.rows;
     params.jobs[i] = MakeJob(jobs[i]);
   }
-  LaunchJobs(launch, params);
+  if (!LaunchFewRowProducts(launch, jobs, {})) LaunchJobs(launch, params);
 }
 
 void LaunchLaneProduct(const LaunchContext& launch, const PackedMatrix& w, const ActivationView& x,
@@ -592,14 +590,15 @@ void LaunchLaneProduct(const LaunchContext& launch, const PackedMatrix& w, const
   CHECK(w.count * w.padded_cols() <= x.cols)
       << w.count << " lanes of " << w.padded_cols() << " columns, x has " << x.cols;
   const auto subtrees = SubtreesOf(lane_begin, lane_begin + lanes);
-  CHECK(subtrees.size() <= kMaxRoots) << subtrees.size();
+  CHECK(subtrees.size() <= kMaxProductRoots) << subtrees.size();
   ProductParams params = {};
   params.num_jobs = 1;
-  params.roots = roots;
-  params.num_roots = static_cast<int>(subtrees.size());
+  params.lanes.roots = roots;
+  params.lanes.lanes = lanes;
+  params.lanes.num_roots = static_cast<int>(subtrees.size());
   for (size_t i = 0; i < subtrees.size(); ++i) {
-    params.root_begin[i] = static_cast<int8_t>(subtrees[i].begin - lane_begin);
-    params.root_size[i] = static_cast<int8_t>(subtrees[i].size);
+    params.lanes.begin[i] = static_cast<int8_t>(subtrees[i].begin - lane_begin);
+    params.lanes.size[i] = static_cast<int8_t>(subtrees[i].size);
   }
   ProductJob job;
   job.w = w.At(0);
@@ -607,7 +606,7 @@ void LaunchLaneProduct(const LaunchContext& launch, const PackedMatrix& w, const
   params.jobs[0] = MakeJob(job);
   params.jobs[0].lanes = lanes;
   params.jobs[0].lane_x_cols = w.padded_cols();
-  LaunchJobs(launch, params);
+  if (!LaunchFewRowProducts(launch, {&job, 1}, params.lanes)) LaunchJobs(launch, params);
 }
 
 void LaunchProductPlain(const LaunchContext& launch, const ProductJob& job) {

@@ -1,0 +1,606 @@
+// Products for up to 8 rows of x, the heart of decoding. One block an SM owns a contiguous range of
+// row tiles (of all jobs, one after the other) and goes over it in rounds. The (row tile, slice)
+// pairs of a round are its items; warp i takes items i, i + 8, ... so that it keeps its slice, and
+// with it x in registers, wherever 8 slices make a row tile or divide 8. Its weights come through a
+// ring that never drains, not even between jobs. A round's sums meet in shared memory: one barrier,
+// then the block adds slices in rising order (product.h) and writes the results. Half of the shared
+// memory and registers of an SM, so that the next kernel can fill its rings meanwhile.
+#include <algorithm>
+
+#include "engine/base/check.h"
+#include "engine/cuda/dot.cuh"
+#include "engine/cuda/product_few.h"
+#include "engine/cuda/quantize.cuh"
+#include "engine/cuda/simt.h"
+
+namespace ds4::cuda {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kMaxXRows = 8;
+constexpr int kMaxBlocks = 192;
+constexpr int kMaxSegments = 128;  // slices of a row tile, over all lanes
+
+constexpr int kStages = 3;
+constexpr int kStageBytes = ChunkBytes(DType::kQ8_0);  // float types' chunks are smaller
+constexpr int kRingBytes = kStages * kStageBytes;
+// Chunks of a warp that are sent for before its input is there, beyond those of its ring.
+constexpr int kChunksAhead = 4;
+
+constexpr int kRoundFloats = 1024;     // sums of a round, where a row tile needs no more
+constexpr int kMaxRoundFloats = 8192;  // what the general kernel must do instead
+
+struct FewJob {
+  DType dtype;
+  int rows;             // of w
+  int segments;         // lanes * slices: items of a row tile
+  int slices;           // of a lane
+  int chunks;           // of a lane's row tile
+  int slice_chunks;     // of a whole slice
+  int chunk_bytes;
+  int first_unit;       // units: what ranges of blocks are made of
+  int units;
+  int unit_tiles;       // 2 where blocks of 32 rows are quantised, else 1
+  int tiles_per_round;  // a multiple of unit_tiles
+  uint32_t segment_inverse;  // see Quotient
+  uint32_t slice_inverse;
+  int tile_bytes;
+  int64_t matrix_bytes;
+  const std::byte* w;
+  ActivationView x;
+  int x_col;
+  int lane_x_cols;
+  float* y;
+  int64_t y_stride;
+  ActivationView out;
+  int64_t out_col;
+};
+
+struct FewParams {
+  int num_jobs;
+  int x_rows;
+  int x_shift;       // sums are kept for 2^x_shift >= x_rows rows
+  int round_floats;  // of a buffer
+  int num_buffers;   // 1 or 2
+  LaneRoots lanes;
+  uint16_t starts[kMaxBlocks + 1];  // first unit of each block
+  FewJob jobs[kMaxProductJobs];
+};
+static_assert(sizeof(FewParams) <= 4096, "kernel parameters are limited to 4 KB");
+
+// n / d for small n, with the inverse ceil(2^16 / d): exact while n * d < 2^16.
+constexpr uint32_t InverseOf(int d) {
+  return (65536u + static_cast<uint32_t>(d) - 1) / static_cast<uint32_t>(d);
+}
+__device__ __forceinline__ int Quotient(int n, uint32_t inverse) {
+  return static_cast<int>(static_cast<uint32_t>(n) * inverse >> 16);
+}
+
+// The rounds of a block, in order.
+struct Rounds {
+  int unit_begin;
+  int unit_end;
+  int job = -1;
+  int tile = 0;   // of the job, the round's first
+  int end = 0;    // of the block's tiles of the job
+  int tiles = 0;  // of the round
+  int items = 0;
+
+  __device__ __forceinline__ bool Next(const FewParams& params) {
+    tile += tiles;
+    while (tile >= end) {
+      items = 0;
+      if (++job >= params.num_jobs) return false;
+      const FewJob& next = params.jobs[job];
+      tile = max(unit_begin - next.first_unit, 0) * next.unit_tiles;
+      end = min(unit_end - next.first_unit, next.units) * next.unit_tiles;
+    }
+    tiles = min(params.jobs[job].tiles_per_round, end - tile);
+    items = tiles * params.jobs[job].segments;
+    return true;
+  }
+};
+
+// One item, but for its row tile.
+struct Segment {
+  int tile;  // of the round
+  int lane;
+  int slice;
+  int chunks;
+
+  __device__ __forceinline__ Segment(const FewJob& job, int item) {
+    tile = Quotient(item, job.segment_inverse);
+    const int segment = item - tile * job.segments;
+    lane = Quotient(segment, job.slice_inverse);
+    slice = segment - lane * job.slices;
+    chunks = min(job.slice_chunks, job.chunks - slice * job.slice_chunks);
+  }
+  __device__ __forceinline__ int XCol(const FewJob& job) const {
+    return job.x_col + lane * job.lane_x_cols + slice * kSliceCols;
+  }
+};
+
+// The chunks of a warp, in the order in which it multiplies them.
+struct ChunkSource {
+  const FewParams& params;
+  Rounds rounds;
+  int item;
+  int left = 0;   // chunks of the item
+  int bytes = 0;  // of a chunk
+  const std::byte* next = nullptr;
+
+  __device__ __forceinline__ ChunkSource(const FewParams& all, int begin, int end, int warp)
+      : params(all), rounds{begin, end}, item(warp - kWarps) {}
+
+  // nullptr: there is none left.
+  __device__ __forceinline__ const std::byte* Next() {
+    if (left == 0 && !NextItem()) return nullptr;
+    const std::byte* chunk = next;
+    next += bytes;
+    --left;
+    return chunk;
+  }
+
+ private:
+  __device__ __forceinline__ bool NextItem() {
+    item += kWarps;
+    while (item >= rounds.items) {
+      if (!rounds.Next(params)) return false;
+      item = static_cast<int>(threadIdx.x) / kWarpSize;
+    }
+    const FewJob& job = params.jobs[rounds.job];
+    const Segment segment(job, item);
+    next = job.w + int64_t{rounds.tile + segment.tile} * job.tile_bytes +
+           segment.lane * job.matrix_bytes + segment.slice * (job.slice_chunks * job.chunk_bytes);
+    left = segment.chunks;
+    bytes = job.chunk_bytes;
+    return true;
+  }
+};
+
+// As WeightStream (dot.cuh), for chunks of several types.
+struct Ring {
+  std::byte* memory;  // kRingBytes
+  ChunkSource source;
+  int at = 0;  // of the oldest stage
+
+  __device__ __forceinline__ void Start() {
+#pragma unroll 1
+    for (int i = 0; i < kStages; ++i) Put(memory + i * kStageBytes);
+    ChunkSource ahead = source;
+#pragma unroll 1
+    for (int i = 0; i < kChunksAhead; ++i) {
+      const std::byte* chunk = ahead.Next();
+      if (chunk == nullptr) break;
+      if (LaneId() == 0) PrefetchL2(chunk, static_cast<uint32_t>(ahead.bytes));
+    }
+  }
+  // The oldest chunk, in shared memory.
+  __device__ __forceinline__ const std::byte* Wait() {
+    CopyAsyncWait<kStages - 1>();
+    __syncwarp();
+    return memory + at;
+  }
+  // The warp is done with it: the next one takes its place.
+  __device__ __forceinline__ void Release() {
+    __syncwarp();
+    Put(memory + at);
+    at = at == kRingBytes - kStageBytes ? 0 : at + kStageBytes;
+  }
+
+ private:
+  __device__ __forceinline__ void Put(std::byte* stage) {
+    const std::byte* chunk = source.Next();
+    if (chunk != nullptr) {
+      std::byte* to = stage + 16 * LaneId();
+      const std::byte* from = chunk + 16 * LaneId();
+#pragma unroll
+      for (int i = 0; i < 8; ++i) CopyAsync16(to + 512 * i, from + 512 * i);
+      if (4096 + 16 * LaneId() < source.bytes) CopyAsync16(to + 4096, from + 4096);
+    }
+    CopyAsyncCommit();  // also when empty: Wait counts groups
+  }
+};
+
+// ---- Quantised weights.
+
+constexpr int kChunkSteps = ChunkCols(DType::kQ8_0) / 32;
+
+// x of a chunk, in registers.
+struct XChunk {
+  uint64_t q[kChunkSteps];    // row g, columns 8t..8t+7 of the step
+  float2 scale[kChunkSteps];  // rows 2t, 2t + 1
+
+  // Rows past the last one repeat it: nobody reads their results.
+  __device__ __forceinline__ void Load(const ActivationView& x, int col) {
+    const int block = col / 32;
+    const int row = min(LaneId() / 4, x.rows - 1);
+    const uint64_t* from = x.q + (block * 32 + row * 4 + LaneId() % 4);
+    const float* scales = x.scale + (block * 8 + LaneId() % 4 * 2);
+#pragma unroll
+    for (int s = 0; s < kChunkSteps; ++s) {
+      q[s] = from[32 * s];
+      scale[s] = *reinterpret_cast<const float2*>(scales + 8 * s);
+    }
+  }
+};
+
+__device__ __forceinline__ void DotChunk(const std::byte* chunk, const XChunk& x,
+                                         float (&acc)[4]) {
+  const std::byte* at = chunk + 16 * LaneId();
+  const std::byte* scales_at = chunk + 4096 + 16 * (LaneId() / 4);
+#pragma unroll
+  for (int s = 0; s < kChunkSteps; s += 4) {
+    const uint4 scales = Load16(scales_at + 32 * s);
+    uint4 w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = Load16(at + 512 * (s + i));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint64_t q = x.q[s + i];
+      const float2 dx = x.scale[s + i];
+      const float2 dw = Half2ToFloat2(Word(scales, i));
+      const uint32_t a[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
+      const uint32_t b[2] = {static_cast<uint32_t>(q), static_cast<uint32_t>(q >> 32)};
+      int sum[4] = {0, 0, 0, 0};
+      MmaS8(sum, a, b);
+      acc[0] = fmaf(dw.x * dx.x, static_cast<float>(sum[0]), acc[0]);
+      acc[1] = fmaf(dw.x * dx.y, static_cast<float>(sum[1]), acc[1]);
+      acc[2] = fmaf(dw.y * dx.x, static_cast<float>(sum[2]), acc[2]);
+      acc[3] = fmaf(dw.y * dx.y, static_cast<float>(sum[3]), acc[3]);
+    }
+  }
+}
+
+// x of a slice in registers, from item to item.
+struct XSlice {
+  XChunk chunks[kSliceChunks<DType::kQ8_0>];
+  int name = -1;  // of what is there; names are never negative
+
+  __device__ __forceinline__ void Load(const ActivationView& x, int col, int num_chunks, int of) {
+    if (name == of) return;
+    name = of;
+    chunks[0].Load(x, col);
+    if (num_chunks > 1) chunks[1].Load(x, col + kChunkCols<DType::kQ8_0>);
+  }
+};
+
+__device__ __forceinline__ void DotQuantised(Ring& ring, const XSlice& x, int chunks,
+                                             float (&acc)[4]) {
+  DotChunk(ring.Wait(), x.chunks[0], acc);
+  ring.Release();
+  if (chunks == 1) return;
+  DotChunk(ring.Wait(), x.chunks[1], acc);
+  ring.Release();
+}
+
+// Where float types need the registers in between.
+__device__ __forceinline__ void DotQuantisedOnce(Ring& ring, const ActivationView& x, int col,
+                                                 int chunks, float (&acc)[4]) {
+#pragma unroll 1
+  for (int c = 0; c < chunks; ++c) {
+    XChunk columns;
+    columns.Load(x, col + c * kChunkCols<DType::kQ8_0>);
+    DotChunk(ring.Wait(), columns, acc);
+    ring.Release();
+  }
+}
+
+// ---- Float weights.
+
+// One x row: its columns are on their way while the warp waits for the weights.
+template <DType kType>
+__device__ __forceinline__ void DotChunkOneRow(Ring& ring, const float* x, float (&part)[1][2]) {
+  constexpr int kCols = kLaneCols<kType>;
+  float v[8][kCols];
+#pragma unroll
+  for (int u = 0; u < 8; ++u) {
+    const float* at = x + 4 * kCols * u + kCols * (LaneId() % 4);
+    if constexpr (kCols == 4) {
+      const float4 four = *reinterpret_cast<const float4*>(at);
+      v[u][0] = four.x;
+      v[u][1] = four.y;
+      v[u][2] = four.z;
+      v[u][3] = four.w;
+    } else {
+      const float2 two = *reinterpret_cast<const float2*>(at);
+      v[u][0] = two.x;
+      v[u][1] = two.y;
+    }
+  }
+  const std::byte* chunk = ring.Wait() + 16 * LaneId();
+#pragma unroll
+  for (int u = 0; u < 8; ++u) {
+    float w[2][kCols];
+    DecodeFloats<kType>(Load16(chunk + 512 * u), w);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int k = 0; k < kCols; ++k) part[0][r] = fmaf(w[r][k], v[u][k], part[0][r]);
+    }
+  }
+  ring.Release();
+}
+
+template <DType kType, int kRows>
+__device__ __forceinline__ void DotFloats(Ring& ring, const ActivationView& x, int col,
+                                          int chunks, float (&acc)[4]) {
+  float part[kRows][2] = {};
+  if constexpr (kRows == 1) {
+#pragma unroll 1
+    for (int c = 0; c < chunks; ++c) {
+      DotChunkOneRow<kType>(ring, x.f32 + col + c * kChunkCols<kType>, part);
+    }
+  } else {
+    const ContiguousX<1> rows(x, 0);
+#pragma unroll 1
+    for (int c = 0; c < chunks; ++c) {
+      DotChunkFloat<kType, kRows>(ring.Wait(), rows, col + c * kChunkCols<kType>, part);
+      ring.Release();
+    }
+  }
+  float tiles[1][4];
+  AddLaneParts<1, kRows>(part, tiles);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) acc[i] = tiles[0][i];
+}
+
+template <int kRows>
+__device__ __forceinline__ void DotMixed(const FewJob& job, const Segment& segment, Ring& ring,
+                                         float (&acc)[4]) {
+  const int col = segment.XCol(job);
+  switch (job.dtype) {
+    case DType::kF16:
+      return DotFloats<DType::kF16, kRows>(ring, job.x, col, segment.chunks, acc);
+    case DType::kBF16:
+      return DotFloats<DType::kBF16, kRows>(ring, job.x, col, segment.chunks, acc);
+    case DType::kF32:
+      return DotFloats<DType::kF32, kRows>(ring, job.x, col, segment.chunks, acc);
+    default:
+      return DotQuantisedOnce(ring, job.x, col, segment.chunks, acc);
+  }
+}
+
+// ---- A round's sums: [item][x row][row of the tile].
+
+__device__ __forceinline__ void StoreSums(const FewParams& params, const float (&acc)[4],
+                                          float* sums) {
+  const int g = LaneId() / 4;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int x_row = LaneId() % 4 * 2 + i;
+    if (x_row >= params.x_rows) continue;
+    sums[x_row * kTileRows + g] = acc[i];
+    sums[x_row * kTileRows + g + 8] = acc[2 + i];
+  }
+}
+
+// Slices in rising order. pitch: from one item's sum to the next one's.
+__device__ __forceinline__ float AddSlices(const float* sums, int slices, int pitch) {
+  float total = *sums;
+#pragma unroll 4
+  for (int i = 1; i < slices; ++i) total += sums[i * pitch];
+  return total;
+}
+
+__device__ __forceinline__ void StorePlain(const FewJob& job, int x_row, int row, float value) {
+  if (job.y != nullptr) job.y[x_row * job.y_stride + row] = value;
+  const int64_t at = x_row * job.out.cols + job.out_col + row;
+  if (job.out.f32 != nullptr) job.out.f32[at] = value;
+  if (job.out.bf16 != nullptr) job.out.bf16[at] = FloatToBf16(value);
+}
+
+// Adds the lanes of every aligned subtree (lane_tree.h), in place, and writes the roots.
+__device__ __forceinline__ void StoreRoots(const FewParams& params, const FewJob& job, int x_row,
+                                           int row, float* sums, int pitch) {
+  const int lane_pitch = job.slices * pitch;
+#pragma unroll 4
+  for (int lane = 0; lane < params.lanes.lanes; ++lane) {
+    sums[lane * lane_pitch] = AddSlices(sums + lane * lane_pitch, job.slices, pitch);
+  }
+  for (int root = 0; root < params.lanes.num_roots; ++root) {
+    float* first = sums + params.lanes.begin[root] * lane_pitch;
+    const int size = params.lanes.size[root];
+    for (int half = 1; half < size; half *= 2) {
+#pragma unroll 4
+      for (int lane = 0; lane < size; lane += 2 * half) {
+        first[lane * lane_pitch] += first[(lane + half) * lane_pitch];
+      }
+    }
+    const int64_t at = int64_t{root} * params.x_rows + x_row;
+    params.lanes.roots[at * job.rows + row] = *first;
+  }
+}
+
+// A warp for each block of 32 rows and x row.
+__device__ __forceinline__ void FinishQuantised(const FewParams& params, const FewJob& job,
+                                                const Rounds& round, const float* sums) {
+  const int pitch = kTileRows << params.x_shift;
+  const int blocks = round.tiles / 2;
+  const int count = blocks << params.x_shift;
+  for (int i = static_cast<int>(threadIdx.x) / kWarpSize; i < count; i += kWarps) {
+    const int block = i >> params.x_shift;
+    const int x_row = i - (block << params.x_shift);
+    if (x_row >= params.x_rows) continue;
+    const int tile = 2 * block + LaneId() / kTileRows;
+    const float value = AddSlices(
+        sums + tile * job.segments * pitch + x_row * kTileRows + LaneId() % kTileRows,
+        job.slices, pitch);
+    const int row = (round.tile + 2 * block) * kTileRows;
+    if (job.y != nullptr) job.y[x_row * job.y_stride + row + LaneId()] = value;
+    StoreActivation32(job.out, x_row, (job.out_col + row) / 32, value);
+  }
+}
+
+// Adds the sums of a round and writes what they are for.
+__device__ __forceinline__ void FinishRound(const FewParams& params, const FewJob& job,
+                                            const Rounds& round, float* sums) {
+  if (job.out.q != nullptr) return FinishQuantised(params, job, round, sums);
+  const int pitch = kTileRows << params.x_shift;
+  for (int i = static_cast<int>(threadIdx.x); i < round.tiles * pitch; i += kThreads) {
+    const int in_tile = i & (kTileRows - 1);
+    const int x_row = i / kTileRows & ((1 << params.x_shift) - 1);
+    const int tile = i / kTileRows >> params.x_shift;
+    const int row = (round.tile + tile) * kTileRows + in_tile;
+    if (x_row >= params.x_rows || row >= job.rows) continue;
+    float* from = sums + tile * job.segments * pitch + x_row * kTileRows + in_tile;
+    if (params.lanes.roots != nullptr) {
+      StoreRoots(params, job, x_row, row, from, pitch);
+    } else {
+      StorePlain(job, x_row, row, AddSlices(from, job.slices, pitch));
+    }
+  }
+}
+
+// kFloatRows: 0: all weights are Q8_0; else how many x rows float types compute.
+template <int kFloatRows>
+__global__ void __launch_bounds__(kThreads, 2)
+    FewRowsKernel(const __grid_constant__ FewParams params) {
+  DS4_DYNAMIC_SHARED(memory);
+  LaunchDependents();
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int begin = params.starts[blockIdx.x];
+  const int end = params.starts[blockIdx.x + 1];
+  Ring ring{memory + warp * kRingBytes, ChunkSource(params, begin, end, warp)};
+  ring.Start();
+  GridDependencyWait();
+
+  float* buffers = reinterpret_cast<float*>(memory + kWarps * kRingBytes);
+  int buffer = 0;
+  [[maybe_unused]] XSlice x;
+  Rounds round{begin, end};
+  while (round.Next(params)) {
+    const FewJob& job = params.jobs[round.job];
+    float* sums = buffers + buffer * params.round_floats;
+#pragma unroll 1
+    for (int item = warp; item < round.items; item += kWarps) {
+      const Segment segment(job, item);
+      float acc[4] = {};
+      if constexpr (kFloatRows == 0) {
+        const int x_name = round.job * kMaxSegments + segment.lane * job.slices + segment.slice;
+        x.Load(job.x, segment.XCol(job), segment.chunks, x_name);
+        DotQuantised(ring, x, segment.chunks, acc);
+      } else {
+        DotMixed<kFloatRows>(job, segment, ring, acc);
+      }
+      StoreSums(params, acc, sums + (item * kTileRows << params.x_shift));
+    }
+    __syncthreads();
+    FinishRound(params, job, round, sums);
+    // With two buffers the next barrier keeps this one's readers apart from its next writers.
+    if (params.num_buffers == 1) {
+      __syncthreads();
+    } else {
+      buffer ^= 1;
+    }
+  }
+}
+
+// ---- Host side.
+
+bool IsFewRowsType(DType dtype) { return dtype == DType::kQ8_0 || IsFloatType(dtype); }
+
+FewJob MakeFewJob(const ProductJob& job, int lanes) {
+  FewJob few = {};
+  few.dtype = job.w.dtype;
+  few.rows = static_cast<int>(job.w.rows);
+  few.slices = static_cast<int>((job.w.padded_cols() + kSliceCols - 1) / kSliceCols);
+  few.segments = lanes * few.slices;
+  few.chunks = static_cast<int>(job.w.padded_cols() / ChunkCols(job.w.dtype));
+  few.slice_chunks = kSliceCols / ChunkCols(job.w.dtype);
+  few.chunk_bytes = ChunkBytes(job.w.dtype);
+  few.unit_tiles = job.out.q != nullptr ? 2 : 1;
+  few.units = static_cast<int>(PaddedRows(job.w.rows) / (kTileRows * few.unit_tiles));
+  few.segment_inverse = InverseOf(few.segments);
+  few.slice_inverse = InverseOf(few.slices);
+  few.tile_bytes = static_cast<int>(TileBytes(job.w.dtype, job.w.cols));
+  few.matrix_bytes = job.w.matrix_bytes();
+  few.w = job.w.data;
+  few.x = job.x;
+  few.x_col = static_cast<int>(job.x_col);
+  few.lane_x_cols = static_cast<int>(job.w.padded_cols());
+  few.y = job.y;
+  few.y_stride = job.y_stride;
+  few.out = job.out;
+  few.out_col = job.out_col;
+  return few;
+}
+
+// Cuts the units of all jobs into ranges of about the same number of bytes: block b gets the units
+// whose middle lies in the b-th part of the bytes.
+void CutRanges(FewParams& params, int blocks) {
+  int64_t bytes[kMaxProductJobs];
+  int64_t total = 0;
+  for (int i = 0; i < params.num_jobs; ++i) {
+    const FewJob& job = params.jobs[i];
+    bytes[i] = int64_t{job.unit_tiles} * job.tile_bytes * (job.segments / job.slices);
+    total += bytes[i] * job.units;
+  }
+  for (int b = 0; b <= blocks; ++b) {
+    int64_t left = total * b / blocks;  // bytes of the blocks before
+    int64_t units = 0;
+    for (int i = 0; i < params.num_jobs; ++i) {
+      const FewJob& job = params.jobs[i];
+      const int64_t before = (left + bytes[i] / 2) / bytes[i];
+      units += std::clamp<int64_t>(before, 0, job.units);
+      left = std::max<int64_t>(left - bytes[i] * job.units, 0);
+    }
+    params.starts[b] = static_cast<uint16_t>(units);
+  }
+}
+
+}  // namespace
+
+bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJob> jobs,
+                          const LaneRoots& roots) {
+  FewParams params = {};
+  params.num_jobs = static_cast<int>(jobs.size());
+  params.x_rows = jobs[0].x.rows;
+  params.lanes = roots;
+  if (params.x_rows > kMaxXRows) return false;
+  while ((1 << params.x_shift) < params.x_rows) ++params.x_shift;
+
+  const int item_floats = kTileRows << params.x_shift;
+  int64_t units = 0;
+  bool floats = false;
+  params.round_floats = kRoundFloats;
+  for (int i = 0; i < params.num_jobs; ++i) {
+    if (!IsFewRowsType(jobs[i].w.dtype)) return false;
+    floats = floats || IsFloatType(jobs[i].w.dtype);
+    const int64_t slices = (jobs[i].w.padded_cols() + kSliceCols - 1) / kSliceCols;
+    if (slices * roots.lanes > kMaxSegments) return false;
+    FewJob& job = params.jobs[i];
+    job = MakeFewJob(jobs[i], roots.lanes);
+    const int unit_floats = job.unit_tiles * job.segments * item_floats;
+    if (unit_floats > kMaxRoundFloats) return false;
+    job.tiles_per_round = std::max(kRoundFloats / unit_floats, 1) * job.unit_tiles;
+    params.round_floats = std::max(params.round_floats, unit_floats);
+    job.first_unit = static_cast<int>(units);
+    units += job.units;
+  }
+  if (units > UINT16_MAX) return false;
+  params.num_buffers = params.round_floats == kRoundFloats ? 2 : 1;
+  const int blocks =
+      static_cast<int>(std::min<int64_t>(units, std::clamp(launch.num_sms, 1, kMaxBlocks)));
+  CutRanges(params, blocks);
+
+  const dim3 grid(static_cast<unsigned>(blocks));
+  const size_t shared = kWarps * kRingBytes + sizeof(float) * static_cast<size_t>(
+                                                  params.round_floats * params.num_buffers);
+  const auto launch_kernel = [&](auto kernel) {
+    Launch(launch, grid, dim3(kThreads), shared, kernel, params);
+  };
+  if (!floats) {
+    launch_kernel(FewRowsKernel<0>);
+  } else if (params.x_rows == 1) {
+    launch_kernel(FewRowsKernel<1>);
+  } else if (params.x_rows <= 4) {
+    launch_kernel(FewRowsKernel<4>);
+  } else {
+    launch_kernel(FewRowsKernel<8>);
+  }
+  return true;
+}
+
+}  // namespace ds4::cuda
