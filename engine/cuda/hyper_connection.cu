@@ -1,11 +1,11 @@
 // Streams: embedding, mixing, collapse; and the small row operations around them.
 //
-// A site's end (HcPost) has a block for each part of 32 columns. A warp expands a row's streams there,
-// then all warps share the row's dot products: each half warp has three rows of fn in registers,
-// fetched before the results are waited for, so a tile of rows reads fn once. A site's start (HcPre) has one block a
-// row: every warp works out the same few mixes from the partials, then the streams that were loaded
-// meanwhile collapse and are normed, while one warp more balances comb (Sinkhorn), which only the
-// site's end needs.
+// A site's end (HcPost) has a block for each part of 32 columns. A warp expands a row's streams
+// there, then all warps share the row's dot products: each half warp has three rows of fn in
+// registers, fetched before the results are waited for, so a tile of rows reads fn once. A site's
+// start (HcPre) has one block a row: every warp works out the same few mixes from the partials, then
+// the streams that were loaded meanwhile collapse and are normed, while one warp more balances comb
+// (Sinkhorn), which only the site's end needs.
 #include <algorithm>
 #include <cmath>
 
@@ -221,10 +221,10 @@ __device__ __forceinline__ float TreeOfRoots(const RootProgram& roots, int64_t a
   return stack[0];
 }
 
-// Gives each row of a block's tile to one warp, lane by column, then adds the dot products up. Source
-// has a struct Row with what a lane holds of a row while it is on its way, Load(row, there, Row&)
-// and Finish(u, Row, x): the lane's new stream values, u being the row's place in the batch. The
-// next batch is loaded before this one's dot products.
+// Gives each row of a block's tile to one warp, lane by column, then adds the dot products up.
+// Source has a struct Row with what a lane holds of a row while it is on its way, Load(row, there,
+// Row&) and Finish(u, Row, x): the lane's new stream values, u being the row's place in the batch.
+// The next batch is loaded before this one's dot products.
 template <typename Source>
 __device__ __forceinline__ void PartOfRows(const HcShape& shape, int rows, int tile,
                                            const PlainMatrix& fn, const Source& source,
@@ -516,17 +516,21 @@ __device__ __forceinline__ void Normalise(int streams, float eps, const Factors&
     float sum = matrix(i, 0) * other.scale[0];
 #pragma unroll
     for (int j = 1; j < kStreams; ++j) sum = fmaf(matrix(i, j), other.scale[j], sum);
-    d[i] = i < streams ? fmaf(own.scale[i], sum, floor) : 1.0f;
+    d[i] = fmaf(own.scale[i], sum, floor);
+  }
+  if (streams < kStreams) {
+#pragma unroll
+    for (int i = 1; i < kStreams; ++i) d[i] = i < streams ? d[i] : 1.0f;
   }
   const float low = d[0] * d[1], high = d[2] * d[3];
   const float product = low * high;
-  const uint32_t exponent = __float_as_uint(product) >> 23 & 0xff;
-  const float unit = __uint_as_float((254u - exponent) << 23);
+  const float unit = __uint_as_float(0x7f000000u - (__float_as_uint(product) & 0x7f800000u));
   const float factor = other.denominator * unit;
-  own.scale[0] = own.scale[0] * factor * (d[1] * high);
-  own.scale[1] = own.scale[1] * factor * (d[0] * high);
-  own.scale[2] = own.scale[2] * factor * (low * d[3]);
-  own.scale[3] = own.scale[3] * factor * (low * d[2]);
+  // Everything but the factor is ready before the power of two is.
+  own.scale[0] = own.scale[0] * (d[1] * high) * factor;
+  own.scale[1] = own.scale[1] * (d[0] * high) * factor;
+  own.scale[2] = own.scale[2] * (low * d[3]) * factor;
+  own.scale[3] = own.scale[3] * (low * d[2]) * factor;
   own.denominator = product * unit;
 }
 
@@ -645,6 +649,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     HcPreKernel(HcShape shape, int rows, const int32_t* row_index, const float* streams,
                 const float* partial, HcWeights weights, const float* norm_weight, HcMix mix,
                 ActivationView out) {
+  DS4_DYNAMIC_SHARED(memory);  // the norm's weights: registers are for the streams
   __shared__ float shares[kPartialWarps][kPartialSlots];
   __shared__ float squares[kMaxRowThreads / kWarpSize];
   LaunchDependents();
@@ -655,6 +660,12 @@ __global__ void __launch_bounds__(kMaxRowThreads)
   const int h = shape.streams;
   const int c = static_cast<int>(threadIdx.x) * kThreadCols;
   const bool has_columns = worker && c < shape.dim;
+  float* const own_weights = reinterpret_cast<float*>(memory) + c;
+  if (has_columns) {
+    CopyAsync16(own_weights, norm_weight + c);
+    CopyAsync16(own_weights + 4, norm_weight + c + 4);
+  }
+  CopyAsyncCommit();
   const float base = lane < weights.fn.rows ? weights.base[lane] : 0.0f;
   const float scale = kHead || lane < h ? weights.scale[0] : weights.scale[lane < 2 * h ? 1 : 2];
   GridDependencyWait();
@@ -691,8 +702,6 @@ __global__ void __launch_bounds__(kMaxRowThreads)
       v[6] = fmaf(pre, x[j][1].z, v[6]), v[7] = fmaf(pre, x[j][1].w, v[7]);
     }
   }
-  float weight[kThreadCols] = {};
-  if (has_columns) LoadColumns(norm_weight, c, shape.dim, true, weight);
   const float square = WarpSum(SumOfSquares(v));
   if (worker && lane == 0) squares[warp] = square;
   Balance balance;
@@ -702,6 +711,9 @@ __global__ void __launch_bounds__(kMaxRowThreads)
   __syncthreads();
 
   if (worker) {
+    float weight[kThreadCols] = {};
+    CopyAsyncWait<0>();
+    if (has_columns) LoadColumns(own_weights, 0, kThreadCols, true, weight);
     const float mean_square = SumOfWarps(squares, num_workers) / static_cast<float>(shape.dim);
     ScaleColumns(1.0f / sqrtf(mean_square + shape.norm_eps), weight, v);
     if (c < out.cols) StoreForms(out, t, c, v);
@@ -839,6 +851,12 @@ unsigned HcWorkers(const HcShape& shape, const ActivationView& out) {
   return std::max(RowThreads(out.cols), static_cast<unsigned>(kPartialWarps * kWarpSize));
 }
 
+void CheckNorm(const float* norm_weight) {
+  CHECK(reinterpret_cast<uintptr_t>(norm_weight) % 16 == 0) << "norm weights at an odd address";
+}
+
+size_t WeightBytes(const HcShape& shape) { return static_cast<size_t>(shape.dim) * sizeof(float); }
+
 bool VectorsFit(const float* x, int64_t stride, int cols) {
   return reinterpret_cast<uintptr_t>(x) % 16 == 0 && stride % 4 == 0 && cols % 4 == 0;
 }
@@ -864,8 +882,8 @@ void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows,
   const HcShape shape = ShapeOf(params);
   CheckFn(shape, next_fn);
   const int tile = RowTile(launch, shape.parts, rows);
-  Launch(launch, PartGrid(shape.parts, rows, tile), kPartThreads, 0, HcPostKernel, shape, rows, tile,
-         ProgramOf(roots), mix, next_fn, streams, partial);
+  Launch(launch, PartGrid(shape.parts, rows, tile), kPartThreads, 0, HcPostKernel, shape, rows,
+         tile, ProgramOf(roots), mix, next_fn, streams, partial);
 }
 
 void LaunchHcPre(const LaunchContext& launch, const HcParams& params, int rows,
@@ -878,8 +896,10 @@ void LaunchHcPre(const LaunchContext& launch, const HcParams& params, int rows,
   const unsigned threads = HcWorkers(shape, x) + kWarpSize;
   CHECK(threads <= kMaxRowThreads)
       << "hidden_dim " << shape.dim << " needs " << threads << " threads";
-  Launch(launch, static_cast<unsigned>(rows), threads, 0, HcPreKernel<false>, shape, rows,
-         static_cast<const int32_t*>(nullptr), streams, partial, weights, norm_weight, mix, x);
+  CheckNorm(norm_weight);
+  Launch(launch, static_cast<unsigned>(rows), threads, WeightBytes(shape), HcPreKernel<false>,
+         shape, rows, static_cast<const int32_t*>(nullptr), streams, partial, weights, norm_weight,
+         mix, x);
 }
 
 void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,
@@ -889,8 +909,10 @@ void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,
   CheckFn(shape, weights.fn);
   CHECK(weights.fn.rows == shape.streams)
       << weights.fn.rows << " head mixing rows for " << shape.streams << " streams";
-  Launch(launch, static_cast<unsigned>(out.rows), HcWorkers(shape, out), 0, HcPreKernel<true>,
-         shape, rows, row_index, streams, partial, weights, norm_weight, HcMix{}, out);
+  CheckNorm(norm_weight);
+  Launch(launch, static_cast<unsigned>(out.rows), HcWorkers(shape, out), WeightBytes(shape),
+         HcPreKernel<true>, shape, rows, row_index, streams, partial, weights, norm_weight,
+         HcMix{}, out);
 }
 
 void LaunchRmsNorm(const LaunchContext& launch, const float* x, int64_t stride, int rows, int cols,
