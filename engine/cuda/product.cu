@@ -596,7 +596,7 @@ void LaunchLaneProduct(const LaunchContext& launch, const PackedMatrix& w, const
   params.lanes.roots = roots;
   params.lanes.lanes = lanes;
   params.lanes.num_roots = static_cast<int>(subtrees.size());
-  for (size_t i = 0; i < subtrees.size(); ++i) {
+  for (size_t i = 0; i < kMaxProductRoots && i < subtrees.size(); ++i) {
     params.lanes.begin[i] = static_cast<int8_t>(subtrees[i].begin - lane_begin);
     params.lanes.size[i] = static_cast<int8_t>(subtrees[i].size);
   }
