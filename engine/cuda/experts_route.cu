@@ -3,6 +3,8 @@
 // One warp chooses a row's experts; then a stable counting sort of the pairs by expert. Up to
 // 64 rows all of it is one block of one launch; more rows take three launches, because then one
 // block would be the slowest part of the step.
+#include <algorithm>
+
 #include "engine/base/check.h"
 #include "engine/cuda/experts.h"
 #include "engine/cuda/experts_groups.h"
@@ -39,43 +41,77 @@ __device__ __forceinline__ uint32_t SortKey(float value) {
   return key == 0 ? 1u : key;
 }
 
+// A candidate: the larger one comes first, the lower id on ties.
+__device__ __forceinline__ uint64_t Candidate(uint32_t key, int expert) {
+  return static_cast<uint64_t>(key) << 32 | ~static_cast<uint32_t>(expert);
+}
+__device__ __forceinline__ int ExpertOf(uint64_t candidate) {
+  return static_cast<int>(~static_cast<uint32_t>(candidate));
+}
+
+// Words that a warp needs to choose: the lanes' best or all candidates, and the chosen ones.
+__host__ __device__ constexpr int ChoiceWords(int used, int per_thread) {
+  const int candidates = used * per_thread;
+  return (candidates < 32 ? 32 : candidates) + kMaxExpertsUsed;
+}
+
 // One warp: the `used` experts with the largest score + bias of one row; the lower id on ties.
-// Thread k gets the k-th one chosen. score(i), bias[i]: of expert 32 i + this thread's lane.
+// Thread k gets the k-th one chosen. score(i), bias[i]: of expert 32 i + this thread's lane. words:
+// shared, this warp's own, 16-byte aligned.
+//
+// The used-th best of the lanes' best is a bound that at most `used` lanes have candidates above
+// of: few enough to find each one's place by comparing it with all. No chain of maxima.
 template <int kPerThread, typename Score>
 __device__ int ChooseByScore(const RouterParams& params, const float (&bias)[kPerThread],
-                             const Score& score) {
+                             const Score& score, uint64_t* words) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int used = params.used;
+  uint64_t* const order = words + ChoiceWords(used, kPerThread) - kMaxExpertsUsed;
   uint32_t key[kPerThread];
+  uint32_t top = 0;
+  int top_expert = lane;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    key[i] = lane + 32 * i < params.num_experts ? SortKey(score(lane + 32 * i) + bias[i]) : 0;
-  }
-  int chosen = 0;
-  for (int k = 0; k < params.used; ++k) {
-    uint32_t best = 0;
-    int best_i = 0;
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const bool better = key[i] > best;
-      best = better ? key[i] : best;
-      best_i = better ? i : best_i;
-    }
-    int best_expert = lane + 32 * best_i;
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      const uint32_t other = __shfl_xor_sync(kFullMask, best, offset);
-      const int other_expert = __shfl_xor_sync(kFullMask, best_expert, offset);
-      const bool better = other > best || (other == best && other_expert < best_expert);
-      best = better ? other : best;
-      best_expert = better ? other_expert : best_expert;
-    }
-    if (lane == k) chosen = best_expert;
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      if (best_expert == lane + 32 * i) key[i] = 0;
+    const int expert = lane + 32 * i;
+    key[i] = expert < params.num_experts ? SortKey(score(expert) + bias[i]) : 0;
+    if (key[i] > top) {
+      top = key[i];
+      top_expert = expert;
     }
   }
-  return chosen;
+  const uint64_t best = Candidate(top, top_expert);
+  words[lane] = best;
+  __syncwarp();
+  int rank = 0;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const uint4 two = reinterpret_cast<const uint4*>(words)[i];
+    rank += (static_cast<uint64_t>(two.y) << 32 | two.x) > best ? 1 : 0;
+    rank += (static_cast<uint64_t>(two.w) << 32 | two.z) > best ? 1 : 0;
+  }
+  const int last = __ffs(static_cast<int>(__ballot_sync(kFullMask, rank == used - 1))) - 1;
+  const uint64_t bound = Candidate(__shfl_sync(kFullMask, top, last),
+                                   __shfl_sync(kFullMask, top_expert, last));
+  __syncwarp();
+  const unsigned below = (1u << lane) - 1u;
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const uint64_t candidate = Candidate(key[i], lane + 32 * i);
+    const unsigned in = __ballot_sync(kFullMask, candidate >= bound);
+    if (candidate >= bound) words[count + __popc(in & below)] = candidate;
+    count += __popc(in);
+  }
+  __syncwarp();
+  for (int c = lane; c < count; c += 32) {
+    const uint64_t own = words[c];
+    int place = 0;
+#pragma unroll 4
+    for (int q = 0; q < count; ++q) place += words[q] > own ? 1 : 0;
+    if (place < used) order[place] = own;
+  }
+  __syncwarp();
+  return lane < used ? ExpertOf(order[lane]) : 0;
 }
 
 // The biases of this thread's experts. They are weights: no kernel writes them.
@@ -93,18 +129,18 @@ struct Choice {
   float weight;
 };
 
-// One warp routes one row; thread k < used gets the k-th choice and writes it to ids and weights.
-template <int kPerThread, typename Score>
-__device__ Choice RouteRow(const RouteJob& job, int row, const float (&bias)[kPerThread],
-                           const Score& score) {
+// What the table of a hash-routed layer says for thread k < used.
+__device__ __forceinline__ int ExpertByToken(const RouteJob& job, int row) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (lane >= job.params.used) return 0;
+  return job.params.hash_ids[static_cast<int64_t>(job.tokens[row]) * job.params.used + lane];
+}
+
+// One warp: the weight of thread k's expert; ids and weights of a row to memory.
+template <typename Score>
+__device__ Choice WeighRow(const RouteJob& job, int row, int expert, const Score& score) {
   const RouterParams& params = job.params;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  int expert = 0;
-  if (params.hash_ids == nullptr) {
-    expert = ChooseByScore(params, bias, score);
-  } else if (lane < params.used) {
-    expert = params.hash_ids[static_cast<int64_t>(job.tokens[row]) * params.used + lane];
-  }
   const float own = score(expert);
   float sum = 0.0f;
   for (int k = 0; k < params.used; ++k) sum += __shfl_sync(kFullMask, own, k);
@@ -168,6 +204,52 @@ __device__ int PlaceExperts(const RouteJob& job, int count, bool write, int* sha
   return pairs.before;
 }
 
+// expert_first of at most kFewPairs pairs. The first warp leaves it to the others.
+__device__ void PlaceFewExperts(const RouteJob& job, int num_pairs, const int* ids) {
+  const int others = static_cast<int>(blockDim.x) - 32;
+  for (int e = static_cast<int>(threadIdx.x) - 32; e <= job.params.num_experts; e += others) {
+    if (e < 0) return;
+    int first = 0;
+#pragma unroll 4
+    for (int q = 0; q < num_pairs; ++q) first += ids[q] < e ? 1 : 0;
+    job.routing.expert_first[e] = first;
+  }
+}
+
+// The lists of at most 32 pairs, a pair in each lane of one warp. id: of lanes that have none, any.
+__device__ void PlaceWarpPairs(const RouteJob& job, int num_pairs, int id, float weight) {
+  const Routing& routing = job.routing;
+  const int p = static_cast<int>(threadIdx.x) % 32;
+  int less = 0, rank = 0, same = 0;
+#pragma unroll 2
+  for (int q = 0; q < num_pairs; ++q) {
+    const int other = __shfl_sync(kFullMask, id, q);
+    less += other < id ? 1 : 0;
+    same += other == id ? 1 : 0;
+    rank += other == id && q < p ? 1 : 0;
+  }
+  const int place = less + rank;
+  const bool begins = p < num_pairs && rank % kGroupPairs == 0;
+  const unsigned begin_lanes = __ballot_sync(kFullMask, begins);
+  int group = 0;
+#pragma unroll 2
+  for (int q = 0; q < num_pairs; ++q) {
+    const int other = __shfl_sync(kFullMask, place, q);
+    group += (begin_lanes >> q & 1) != 0 && other < place ? 1 : 0;
+  }
+  if (p < num_pairs) {
+    routing.pairs[place] = p;
+    routing.pair_place[p] = place;
+    routing.place_weight[place] = weight;
+  }
+  if (begins) {
+    routing.group_expert[group] = id;
+    routing.group_first[group] = place;
+    routing.group_size[group] = min(kGroupPairs, same - rank);
+  }
+  if (p == 0) *routing.num_groups = __popc(begin_lanes);
+}
+
 // Lists of at most kFewPairs pairs, by comparing each with all: shorter than counting and adding
 // up. begins: shared, [kFewPairs].
 __device__ void PlaceFewPairs(const RouteJob& job, int num_pairs, const int* ids,
@@ -175,11 +257,7 @@ __device__ void PlaceFewPairs(const RouteJob& job, int num_pairs, const int* ids
   constexpr int kNoBegin = 0x7fffffff;
   const Routing& routing = job.routing;
   const int p = static_cast<int>(threadIdx.x);
-  for (int e = p; e <= job.params.num_experts; e += static_cast<int>(blockDim.x)) {
-    int first = 0;
-    for (int q = 0; q < num_pairs; ++q) first += ids[q] < e ? 1 : 0;
-    routing.expert_first[e] = first;
-  }
+  PlaceFewExperts(job, num_pairs, ids);
   int less = 0, rank = 0, same = 0;
   if (p < num_pairs) {
     for (int q = 0; q < num_pairs; ++q) {
@@ -231,7 +309,8 @@ __device__ void PlacePairsByCount(const RouteJob& job, int num_pairs, const int*
   }
 }
 
-// All of the routing in one block. Dynamic shared memory: ids and weights of the pairs, scores.
+// All of the routing in one block. Dynamic shared memory: words to choose in of each warp, ids and
+// weights of the pairs, scores.
 template <int kPerThread>
 __global__ void __launch_bounds__(kRouteThreads) RouteFewRows(const RouteJob job) {
   LaunchDependents();
@@ -239,30 +318,46 @@ __global__ void __launch_bounds__(kRouteThreads) RouteFewRows(const RouteJob job
   __shared__ int counts[kMaxExperts];
   __shared__ int first[kMaxExperts];
   __shared__ int scan[32];
-  const int num_experts = job.params.num_experts;
-  const int num_pairs = job.rows * job.params.used;
-  int* ids = reinterpret_cast<int*>(memory);
+  const int num_experts = job.params.num_experts, used = job.params.used;
+  const int num_pairs = job.rows * used;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int num_threads = static_cast<int>(blockDim.x);
+  uint64_t* words = reinterpret_cast<uint64_t*>(memory);
+  const int warp_words = ChoiceWords(used, kPerThread);
+  int* ids = reinterpret_cast<int*>(words + num_threads / 32 * warp_words);
   float* weights = reinterpret_cast<float*>(ids + num_pairs);
   float* scores = weights + num_pairs;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int num_threads = static_cast<int>(blockDim.x);
+  const bool by_token = job.params.hash_ids != nullptr;
   float bias[kPerThread];
   LoadBias(job.params, bias);
   GridDependencyWait();
+  // Far away: on its way while the scores are worked out.
+  const int first_of_token = by_token && warp < job.rows ? ExpertByToken(job, warp) : 0;
   for (int i = thread; i < job.rows * num_experts; i += num_threads) {
     scores[i] = RouterScore(job.logits[i]);
   }
   __syncthreads();
-  for (int row = thread / 32; row < job.rows; row += num_threads / 32) {
+  for (int row = warp; row < job.rows; row += num_threads / 32) {
     const float* own = scores + row * num_experts;
-    const Choice choice = RouteRow(job, row, bias, [own](int expert) { return own[expert]; });
-    if (thread % 32 < job.params.used) {
-      ids[row * job.params.used + thread % 32] = choice.expert;
-      weights[row * job.params.used + thread % 32] = choice.weight;
+    const auto score = [own](int expert) { return own[expert]; };
+    int expert = first_of_token;
+    if (!by_token) {
+      expert = ChooseByScore(job.params, bias, score, words + warp * warp_words);
+    } else if (row != warp) {
+      expert = ExpertByToken(job, row);
+    }
+    const Choice choice = WeighRow(job, row, expert, score);
+    if (lane < used) {
+      ids[row * used + lane] = choice.expert;
+      weights[row * used + lane] = choice.weight;
     }
   }
   __syncthreads();
-  if (num_pairs <= kFewPairs) {
+  if (num_pairs <= 32) {
+    const int pair = min(lane, num_pairs - 1);
+    if (warp == 0) PlaceWarpPairs(job, num_pairs, ids[pair], weights[pair]);
+    PlaceFewExperts(job, num_pairs, ids);
+  } else if (num_pairs <= kFewPairs) {
     PlaceFewPairs(job, num_pairs, ids, weights, counts);
   } else {
     PlacePairsByCount(job, num_pairs, ids, weights, counts, first, scan);
@@ -272,14 +367,20 @@ __global__ void __launch_bounds__(kRouteThreads) RouteFewRows(const RouteJob job
 template <int kPerThread>
 __global__ void __launch_bounds__(kPlaceThreads) RouteRows(const RouteJob job) {
   LaunchDependents();
+  DS4_DYNAMIC_SHARED(memory);
   float bias[kPerThread];
   LoadBias(job.params, bias);
   GridDependencyWait();
-  const int row =
-      static_cast<int>(blockIdx.x) * (kPlaceThreads / 32) + static_cast<int>(threadIdx.x) / 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int row = static_cast<int>(blockIdx.x) * (kPlaceThreads / 32) + warp;
   if (row >= job.rows) return;  // the same for all threads of a warp
   const float* logits = job.logits + static_cast<int64_t>(row) * job.params.num_experts;
-  RouteRow(job, row, bias, [logits](int expert) { return RouterScore(logits[expert]); });
+  const auto score = [logits](int expert) { return RouterScore(logits[expert]); };
+  uint64_t* words =
+      reinterpret_cast<uint64_t*>(memory) + warp * ChoiceWords(job.params.used, kPerThread);
+  const int expert = job.params.hash_ids != nullptr ? ExpertByToken(job, row)
+                                                    : ChooseByScore(job.params, bias, score, words);
+  WeighRow(job, row, expert, score);
 }
 
 // Calls found(p, rank) in the thread that sees pair p of this warp's expert, for all of them; rank
@@ -396,15 +497,20 @@ void LaunchRoute(const LaunchContext& launch, const RouterParams& params, const 
   if (rows == 0) return;
   const RouteJob job = {params, logits, tokens, rows, routing};
   const bool few_experts = params.num_experts <= 256;
+  const size_t warp_bytes = ChoiceWords(params.used, few_experts ? 8 : 16) * sizeof(uint64_t);
   if (rows <= kRouteOneBlockRows) {
+    // A score in each thread and a warp more where that is enough; else what counting needs.
+    const int threads = rows == 1 ? std::min(kRouteThreads, (params.num_experts + 63) / 32 * 32)
+                                  : kRouteThreads;
     const size_t shared_bytes =
+        threads / 32 * warp_bytes +
         rows * (params.used * (sizeof(int) + sizeof(float)) + params.num_experts * sizeof(float));
-    Launch(launch, dim3(1), dim3(kRouteThreads), shared_bytes,
+    Launch(launch, dim3(1), dim3(threads), shared_bytes,
            few_experts ? RouteFewRows<8> : RouteFewRows<16>, job);
     return;
   }
   const int warps = kPlaceThreads / 32;
-  Launch(launch, dim3((rows + warps - 1) / warps), dim3(kPlaceThreads), 0,
+  Launch(launch, dim3((rows + warps - 1) / warps), dim3(kPlaceThreads), warps * warp_bytes,
          few_experts ? RouteRows<8> : RouteRows<16>, job);
   Launch(launch, dim3((params.num_experts + warps - 1) / warps), dim3(kPlaceThreads), 0, CountPairs,
          job);
