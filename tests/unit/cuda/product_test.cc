@@ -109,12 +109,13 @@ TEST_P(ProductOfType, BitsDependOnTheRowAlone) {
 // Local lanes 2..6 of 8: subtrees {2, 3}, {4, 5}, {6}.
 TEST_P(ProductOfType, LaneProductAddsTheTree) {
   const DType dtype = GetParam();
+  device_.launch.num_sms = 2;
   const int lane_begin = 2;
   const int lanes = 5;
   const int64_t rows = 24;
   const int64_t lane_cols = ReadsQ8(dtype) ? 768 : 96;
   const TestMatrix w = MakeMatrix(device_, dtype, lanes, rows, lane_cols, 7);
-  for (const int num_rows : {1, 11, 18}) {
+  for (const int num_rows : {1, 6, 11, 18}) {
     const HostActivation host = RandomActivation(num_rows, lanes, lane_cols, 8);
     const DeviceActivation x = UploadActivation(device_, host, FormOf(dtype));
     std::vector<float> sums;
@@ -139,35 +140,77 @@ INSTANTIATE_TEST_SUITE_P(Types, ProductOfType, ::testing::ValuesIn(kTypes), Name
 
 // Jobs of different types, sizes and places in x share a launch: each writes what it writes alone,
 // at its stride, and nothing beside it.
-TEST_F(ProductTest, JobsOfOneLaunchAreIndependent) {
-  const HostActivation host = RandomActivation(10, 3, 256, 9);
-  const DeviceActivation x = UploadActivation(device_, host, kFormF32 | kFormQ8);
-  std::vector<TestMatrix> matrices;
-  std::vector<DeviceBuffer> outputs;
-  std::vector<ProductJob> jobs;
-  for (const DType dtype : kTypes) {
-    const auto i = static_cast<int64_t>(jobs.size());
-    const int64_t rows = 5 + 13 * i;
-    matrices.push_back(MakeMatrix(device_, dtype, 1, rows, 256 * (1 + i % 2), 10));
-    outputs.push_back(device_.Upload(std::vector<float>(10 * (rows + i), -1.0f)));
-    ProductJob job;
-    job.w = matrices.back().packed;
-    job.x = x.view;
-    job.x_col = 256 * (i % 2);
-    job.y = outputs.back().as<float>();
-    job.y_stride = rows + i;
-    jobs.push_back(job);
+class ProductJobsTest : public ProductTest {
+ protected:
+  void ExpectIndependent(const std::vector<DType>& types, int x_rows) {
+    const HostActivation host = RandomActivation(x_rows, 3, 256, 9);
+    const DeviceActivation x = UploadActivation(device_, host, kFormF32 | kFormQ8);
+    std::vector<TestMatrix> matrices;
+    std::vector<DeviceBuffer> outputs;
+    std::vector<ProductJob> jobs;
+    for (const DType dtype : types) {
+      const auto i = static_cast<int64_t>(jobs.size());
+      const int64_t rows = 5 + 13 * i;
+      matrices.push_back(MakeMatrix(device_, dtype, 1, rows, 256 * (1 + i % 2), 10));
+      outputs.push_back(device_.Upload(std::vector<float>(x_rows * (rows + i), -1.0f)));
+      ProductJob job;
+      job.w = matrices.back().packed;
+      job.x = x.view;
+      job.x_col = 256 * (i % 2);
+      job.y = outputs.back().as<float>();
+      job.y_stride = rows + i;
+      jobs.push_back(job);
+    }
+    LaunchProducts(device_.launch, jobs);
+    device_.Finish();
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      const ProductJob& job = jobs[i];
+      const std::vector<float> alone = Run(LaunchProductPlain, job.w, job.x, job.x_col);
+      const std::vector<float> y = device_.Download(job.y, x_rows * job.y_stride);
+      for (int64_t t = 0; t < x_rows; ++t) {
+        for (int64_t r = 0; r < job.y_stride; ++r) {
+          const float want = r < job.w.rows ? alone[t * job.w.rows + r] : -1.0f;
+          ASSERT_EQ(y[t * job.y_stride + r], want)
+              << "job " << i << " row " << r << " x row " << t << " of " << x_rows << ", "
+              << device_.launch.num_sms << " SMs";
+        }
+      }
+    }
   }
-  LaunchProducts(device_.launch, jobs);
-  device_.Finish();
-  for (size_t i = 0; i < jobs.size(); ++i) {
-    const ProductJob& job = jobs[i];
-    const std::vector<float> alone = Run(LaunchProductPlain, job.w, job.x, job.x_col);
-    const std::vector<float> y = device_.Download(job.y, 10 * job.y_stride);
-    for (int64_t t = 0; t < 10; ++t) {
-      for (int64_t r = 0; r < job.y_stride; ++r) {
-        const float want = r < job.w.rows ? alone[t * job.w.rows + r] : -1.0f;
-        ASSERT_EQ(y[t * job.y_stride + r], want) << "job " << i << " row " << r << " x row " << t;
+};
+
+TEST_F(ProductJobsTest, OfAllTypes) { ExpectIndependent({std::begin(kTypes), std::end(kTypes)}, 10); }
+
+// The types that have kernels of their own; ranges of blocks that end inside jobs, and between.
+TEST_F(ProductJobsTest, OfCommonTypes) {
+  const std::vector<DType> types = {DType::kF16,  DType::kQ8_0, DType::kQ8_0, DType::kBF16,
+                                    DType::kQ8_0, DType::kF32,  DType::kF16,  DType::kQ8_0};
+  const std::vector<DType> quantised(9, DType::kQ8_0);
+  for (const int num_sms : {1, 3, 7, 200}) {
+    device_.launch.num_sms = num_sms;
+    for (const int x_rows : {1, 3, 8}) {
+      ExpectIndependent(types, x_rows);
+      ExpectIndependent(quantised, x_rows);
+    }
+  }
+}
+
+// More row tiles than a block's sums have room for at once, in rows as wide as a model's: 8 slices
+// (one for each warp), 2 (four row tiles at a time) and 3 (no warp keeps its slice).
+TEST_F(ProductTest, ManyTilesInOneBlock) {
+  for (const DType dtype : {DType::kQ8_0, DType::kF16}) {
+    for (const int64_t cols : {4096, 1024, 1536}) {
+      const TestMatrix w = MakeMatrix(device_, dtype, 1, 520, cols, 15);
+      for (const int num_rows : {1, 2, 5}) {
+        const HostActivation host = RandomActivation(num_rows, 1, cols, 16);
+        const DeviceActivation x = UploadActivation(device_, host, FormOf(dtype));
+        const std::vector<float> plain = Run(LaunchProductPlain, w.packed, x.view);
+        for (const int num_sms : {1, 2, 20}) {
+          device_.launch.num_sms = num_sms;
+          EXPECT_EQ(Run(Fast, w.packed, x.view), plain)
+              << Info(dtype).name << ", " << cols << " columns, " << num_rows << " rows, "
+              << num_sms << " SMs";
+        }
       }
     }
   }
@@ -175,9 +218,9 @@ TEST_F(ProductTest, JobsOfOneLaunchAreIndependent) {
 
 // Outputs as the next product reads them, beside float32 values, at columns 64..223 of a wider row.
 TEST_F(ProductTest, WritesTheFormsOfActivations) {
-  for (const int num_rows : {1, 10, 20}) {
-    const TestMatrix w = MakeMatrix(device_, DType::kQ8_0, 1, 160, 512, 11);
-    const HostActivation host = RandomActivation(num_rows, 1, 512, 12);
+  for (const int num_rows : {1, 3, 8, 10, 20}) {
+    const TestMatrix w = MakeMatrix(device_, DType::kQ8_0, 1, 160, 2048, 11);
+    const HostActivation host = RandomActivation(num_rows, 1, 2048, 12);
     const DeviceActivation x = UploadActivation(device_, host, kFormQ8);
     const DeviceActivation out = EmptyActivation(device_, num_rows, 256, kFormF32 | kFormQ8);
     const DeviceBuffer bf16 = device_.Allocate(num_rows * 256 * 2);
