@@ -18,23 +18,56 @@ namespace ds4::cuda {
 inline constexpr int kIq2SignWords = 128 * kWarpSize;
 inline constexpr int kIq2TableBytes = (256 * kWarpSize + kIq2SignWords) * 4;
 
+struct Iq2Selectors {
+  uint32_t words[384];
+};
+constexpr Iq2Selectors MakeIq2Selectors() {
+  Iq2Selectors table{};
+  for (uint32_t i = 0; i < 384; ++i) {
+    const uint32_t code = i < 256 ? uint32_t{kIq2XxsCodes[i]} : i - 256;
+    uint32_t parity = code ^ code >> 4;
+    parity ^= parity >> 2;
+    parity ^= parity >> 1;
+    for (uint32_t j = 0; j < 8; ++j) {
+      const uint32_t negative = j < 7 ? code >> j & 1 : parity & 1;
+      table.words[i] |= (i < 256 ? code >> (2 * j) & 3 : 4 * negative) << (4 * j);
+    }
+  }
+  return table;
+}
+inline constexpr Iq2Selectors kIq2Selectors = MakeIq2Selectors();
+
 // All threads of the block call it, and meet at a barrier before they use the tables.
 __device__ __forceinline__ void LoadIq2Tables(uint32_t* tables) {
-  static constexpr Iq2Grid kGrid = kIq2GridCodes;
-  const int num_warps = static_cast<int>(blockDim.x) / kWarpSize;
-  for (int entry = static_cast<int>(threadIdx.x) / kWarpSize; entry < 384; entry += num_warps) {
-    uint32_t word = 0;
-    if (entry < 256) {
-      for (int j = 0; j < 8; ++j) {
-        word |= (static_cast<uint32_t>(kGrid.codes[entry]) >> (2 * j) & 3u) << (4 * j);
-      }
-    } else {
-      const uint32_t seven = static_cast<uint32_t>(entry - 256);
-      const uint32_t signs = seven | static_cast<uint32_t>(__popc(seven) & 1) << 7;
-      for (int j = 0; j < 8; ++j) word |= (signs >> j & 1u) << (4 * j + 2);
-    }
-    tables[entry * kWarpSize + LaneId()] = word;
+  static constexpr Iq2Selectors kSelectors = kIq2Selectors;
+  // Eight threads an entry, four copies each.
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < 384 * 8; i += static_cast<int>(blockDim.x)) {
+    const uint32_t word = kSelectors.words[i / 8];
+    *reinterpret_cast<uint4*>(tables + 4 * i) = make_uint4(word, word, word, word);
   }
+}
+
+// Eight signed values of one row; index and sign code come shifted to bit 7. copy: offset of this
+// lane's copy.
+__device__ __forceinline__ void Iq2Values(const std::byte* tables, uint32_t copy, uint32_t index,
+                                          uint32_t code, uint32_t& low, uint32_t& high) {
+  const uint32_t grid = *reinterpret_cast<const uint32_t*>(tables + ((index & 0x7f80u) | copy));
+  const uint32_t signs =
+      *reinterpret_cast<const uint32_t*>(tables + 256 * 4 * kWarpSize + ((code & 0x3f80u) | copy));
+  const uint32_t selector = grid | signs;
+  low = __byte_perm(0x002b1908u, 0x00d5e7f8u, selector);
+  high = __byte_perm(0x002b1908u, 0x00d5e7f8u, selector >> 16);
+}
+// The scale nibbles of step 4u + t, a bit in each word of lane t's unit u: row g in the low half,
+// row g + 8 in the high one.
+__device__ __forceinline__ uint32_t Iq2Nibbles(const uint4& v) {
+  return (v.x >> 15 & 0x00010001u) | (v.y >> 14 & 0x00020002u) | (v.z >> 13 & 0x00040004u) |
+         (v.w >> 12 & 0x00080008u);
+}
+// n + 0.5 as 2^23 + n - (2^23 - 0.5): exact.
+__device__ __forceinline__ float Iq2Factor(uint32_t nibble) {
+  return __uint_as_float(nibble | kTwo23Bits) - 8388607.5f;
 }
 
 // The interface of ChunkDecoder, for one chunk in shared memory. It leaves the scales of all steps
@@ -60,27 +93,13 @@ struct Iq2Decoder {
     __syncwarp();  // all codes are in registers
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      // The nibbles of step 4u + t lie in this lane, a bit in each of its words.
-      const uint4& v = unit[u];
-      const uint32_t nibbles = (v.x >> 15 & 0x00010001u) | (v.y >> 14 & 0x00020002u) |
-                               (v.z >> 13 & 0x00040004u) | (v.w >> 12 & 0x00080008u);
-      // 2^23 + n - (2^23 - 0.5): exact.
-      const float low = __uint_as_float((nibbles & 15u) | kTwo23Bits) - 8388607.5f;
-      const float high = __uint_as_float(nibbles >> 16 | kTwo23Bits) - 8388607.5f;
+      const uint32_t nibbles = Iq2Nibbles(unit[u]);
+      const float low = Iq2Factor(nibbles & 15u);
+      const float high = Iq2Factor(nibbles >> 16);
       *reinterpret_cast<float2*>(chunk + 256 * u + 8 * lane) = make_float2(d0 * low, d1 * high);
     }
     __syncwarp();
     scales = chunk + 32 * (lane / 4);
-  }
-  // Eight signed values of one row; index and sign code come shifted to bit 7.
-  __device__ __forceinline__ void Values(uint32_t index, uint32_t code, uint32_t& low,
-                                         uint32_t& high) const {
-    const uint32_t grid = *reinterpret_cast<const uint32_t*>(tables + ((index & 0x7f80u) | copy));
-    const uint32_t signs = *reinterpret_cast<const uint32_t*>(tables + 256 * 4 * kWarpSize +
-                                                              ((code & 0x3f80u) | copy));
-    const uint32_t selector = grid | signs;
-    low = __byte_perm(0x002b1908u, 0x00d5e7f8u, selector);
-    high = __byte_perm(0x002b1908u, 0x00d5e7f8u, selector >> 16);
   }
   __device__ __forceinline__ void Step(int s, StepWeights& w) {
     if (s % 4 == 0) {
@@ -88,8 +107,8 @@ struct Iq2Decoder {
       now[1] = *reinterpret_cast<const float4*>(scales + 256 * (s / 4) + 16);
     }
     const uint32_t word = Word(unit[s / 4], s % 4);
-    Values(word << 7, word >> 1, w.a[0], w.a[2]);
-    Values(word >> 9, word >> 17, w.a[1], w.a[3]);
+    Iq2Values(tables, copy, word << 7, word >> 1, w.a[0], w.a[2]);
+    Iq2Values(tables, copy, word >> 9, word >> 17, w.a[1], w.a[3]);
     const float4& pair = now[s % 4 / 2];
     w.scale[0] = s % 2 == 0 ? pair.x : pair.z;
     w.scale[1] = s % 2 == 0 ? pair.y : pair.w;

@@ -2,13 +2,20 @@
 // hidden rows in the forms that the down products read.
 //
 // One block an SM. A work item is 32 hidden rows (32 rows of gate, the same 32 of up) of one group
-// of at most 8 rows of x. Warps 0-7 read gate, 8-15 up; within each, warp k takes slices k, k + 8,
-// ... of 512 columns. The slices' sums meet in shared memory and are added in rising order. Which
-// block takes which item changes no bits.
+// of at most 8 rows of x. Warp k of eight takes slices k, k + 8, ... of 512 columns. The slices'
+// sums meet in shared memory and are added in rising order. Which block takes which item changes no
+// bits.
+//
+// Two forms of it. Routed experts in the formats of kFastTypes beside a shared one in Q8_0 have
+// kernels of their own (experts_ring.cuh); all other combinations share one whose warps 0-7 read
+// gate, 8-15 up.
+//
+// Every block calls LaunchDependents only when its own wait is over: once the next kernel
+// (ExpertsDown) runs, the routing is there, and it may read it before it waits for this one.
 #include <algorithm>
 
 #include "engine/base/check.h"
-#include "engine/cuda/experts_stream.cuh"
+#include "engine/cuda/experts_ring.cuh"
 
 namespace ds4::cuda {
 namespace {
@@ -214,34 +221,37 @@ __device__ void PrefetchShared(const MatrixShape& w) {
 }
 
 // Sums of one slice of a row tile into partial[matrix][slice][x row][hidden row].
-template <int kCols>
 __device__ __forceinline__ void StorePartial(const float (&acc)[4], int tile, float* sums) {
   const int lane = LaneId();
   float* to = sums + lane % 4 * 2 * kPartialStride + tile * kTileRows + lane / 4;
 #pragma unroll
-  for (int i = 0; i < kCols; ++i) {
+  for (int i = 0; i < 2; ++i) {
     to[i * kPartialStride] = acc[i];
     to[i * kPartialStride + 8] = acc[2 + i];
   }
 }
 
-// One warp's products for one item. kFloats: some weights are of a float type; kCols: 1 when x has
-// one row only, else 2. weight: thread j of each warp gets that of the item's row j.
-template <bool kFloats, int kCols, class Stream>
+// The rows of x of an item, for the lanes of this warp.
+__device__ __forceinline__ void LoadRows(const UpKernelJob& job, const UpCursor& item, int* x_rows,
+                                         float& weight) {
+  const int lane = LaneId();
+  __syncwarp();  // nobody reads the last item's rows any more
+  if (lane < kGroupPairs) {
+    const int place = item.first + min(lane, item.count - 1);
+    x_rows[lane] = item.shared ? place : job.routing.pairs[place] / job.used;
+    weight = item.shared ? 1.0f : job.routing.place_weight[place];
+  }
+  __syncwarp();
+}
+
+// One warp's products for one item. kFloats: some weights are of a float type. weight: thread j of
+// each warp gets that of the item's row j.
+template <bool kFloats, class Stream>
 __device__ __forceinline__ void MultiplyItem(const UpKernelJob& job, const UpCursor& item,
                                              Stream& stream, int* x_rows, float& weight,
                                              const uint32_t* tables, float* partial) {
-  const int lane = LaneId();
   const MatrixShape& w = job.shapes[item.shared ? 1 : 0][OwnMatrix()];
-  if (item.new_rows) {
-    __syncwarp();  // nobody reads the last item's rows any more
-    if (lane < kGroupPairs) {
-      const int place = item.first + min(lane, item.count - 1);
-      x_rows[lane] = kCols == 1 ? 0 : item.shared ? place : job.routing.pairs[place] / job.used;
-      weight = item.shared ? 1.0f : job.routing.place_weight[place];
-    }
-    __syncwarp();
-  }
+  if (item.new_rows) LoadRows(job, item, x_rows, weight);
   const GroupX x(job.x, x_rows);
   const int num_tiles = min(kItemTiles, w.row_tiles - item.row_block * kItemTiles);
   for (int slice = OwnSlice(); slice < job.num_slices; slice += kSliceWarps) {
@@ -252,7 +262,7 @@ __device__ __forceinline__ void MultiplyItem(const UpKernelJob& job, const UpCur
         for (int tile = 0; tile < num_tiles; ++tile) {
           float acc[1][4];
           DotFloats(w, stream, x, slice * (kSliceCols / 32), blocks, item.count, acc);
-          StorePartial<2>(acc[0], tile, sums);
+          StorePartial(acc[0], tile, sums);
         }
         continue;
       }
@@ -260,10 +270,10 @@ __device__ __forceinline__ void MultiplyItem(const UpKernelJob& job, const UpCur
     const int step = w.paired ? kItemTiles : 1;
     for (int tile = 0; tile < num_tiles; tile += step) {
       float acc[kItemTiles][4];
-      DotBlocks<kItemTiles, kCols>(w, stream, x, slice * (kSliceCols / 32), blocks, tables, acc);
-      StorePartial<kCols>(acc[0], tile, sums);
+      DotBlocks<kItemTiles, 2>(w, stream, x, slice * (kSliceCols / 32), blocks, tables, acc);
+      StorePartial(acc[0], tile, sums);
       // Where the second tile is not there, this is nonsense that nobody reads.
-      if (w.paired) StorePartial<kCols>(acc[1], 1, sums);
+      if (w.paired) StorePartial(acc[1], 1, sums);
     }
   }
 }
@@ -281,11 +291,12 @@ template <int kCols>
 __device__ __forceinline__ void FinishRow(const UpKernelJob& job, const UpCursor& item, int j,
                                           float own_weight, const float* partial) {
   const int lane = LaneId();
+  constexpr int kSliceFloats = kCols == 1 ? kPartialStride : kPartialFloats;
   const float* sums = partial + (kCols == 1 ? 0 : j * kPartialStride) + lane;
   float gate = 0.0f, up = 0.0f;
   for (int slice = 0; slice < job.num_slices; ++slice) {
-    gate += sums[slice * kPartialFloats];
-    up += sums[(job.num_slices + slice) * kPartialFloats];
+    gate += sums[slice * kSliceFloats];
+    up += sums[(job.num_slices + slice) * kSliceFloats];
   }
   const int row = item.first + j;
   const float weight = __shfl_sync(kFullMask, own_weight, j);
@@ -309,9 +320,9 @@ __device__ __forceinline__ void FinishRow(const UpKernelJob& job, const UpCursor
 __device__ void ClearPadding(const UpKernelJob& job, const ActivationView& out) {
   const int lane_stride = (job.lane_cols + kColumnGrain - 1) / kColumnGrain * kColumnGrain;
   if (lane_stride == job.lane_cols) return;
-  const int warp =
-      static_cast<int>(blockIdx.x) * kUpWarps + static_cast<int>(threadIdx.x) / kWarpSize;
-  const int num_warps = static_cast<int>(gridDim.x) * kUpWarps;
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+  const int warp = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / kWarpSize;
+  const int num_warps = static_cast<int>(gridDim.x) * warps;
   const int whole = (job.lane_cols + 31) / 32;  // first block of 32 that only pads
   for (int row = warp; row < out.rows; row += num_warps) {
     for (int64_t begin = 0; begin < out.cols; begin += lane_stride) {
@@ -327,10 +338,9 @@ __device__ void ClearPadding(const UpKernelJob& job, const ActivationView& out) 
   }
 }
 
-template <bool kFloats, int kCols>
+template <bool kFloats>
 __global__ void __launch_bounds__(kUpThreads, 1)
     ExpertsUpKernel(const __grid_constant__ UpKernelJob job) {
-  LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int block = static_cast<int>(blockIdx.x);
@@ -350,6 +360,7 @@ __global__ void __launch_bounds__(kUpThreads, 1)
   PrefetchShared(job.shapes[1][1]);
   if (job.table_bytes != 0) LoadIq2Tables(tables);
   GridDependencyWait();
+  LaunchDependents();  // not earlier: see above
   FirstGroups groups;
   groups.Load(job);
   const int routed_items = *job.routing.num_groups * job.row_blocks;
@@ -365,15 +376,209 @@ __global__ void __launch_bounds__(kUpThreads, 1)
   while (item.index + 1 < num_items) {
     item.Next(routed_begin, groups);
     float* sums = partial + item.index % job.partials * partial_floats;
-    MultiplyItem<kFloats, kCols>(job, item, stream, x_rows, weight, tables, sums);
+    MultiplyItem<kFloats>(job, item, stream, x_rows, weight, tables, sums);
     __syncthreads();
     const int j = (warp + item.index) % kUpWarps;
+    if (j < item.count) FinishRow<2>(job, item, j, weight, sums);
+    // With two buffers the next item's sums go to the other one.
+    if (job.partials == 1) __syncthreads();
+  }
+  ClearPadding(job, job.out);
+  ClearPadding(job, job.shared_out);
+}
+
+// ---- The fast path.
+
+constexpr int kFastThreads = kSliceWarps * kWarpSize;
+
+// The parts of one warp: for each item its slices, for each slice gate and up of both row tiles.
+struct FastSource {
+  UpCursor cursor;
+  FirstGroups groups;
+  int end = 0;  // items known so far
+  int routed_begin = 0;
+  int slice;
+  int unit = 4;  // of the slice: row tile, then gate or up
+
+  __device__ explicit FastSource(const UpCursor& start)
+      : cursor(start), slice(start.job.num_slices) {}
+
+  __device__ __forceinline__ bool Next(SlicePart& part) {
+    const UpKernelJob& job = cursor.job;
+    if (unit == 4) {
+      slice += kSliceWarps;
+      if (slice >= job.num_slices) {
+        if (cursor.index + 1 >= end || OwnSlice() >= job.num_slices) return false;
+        cursor.Next(routed_begin, groups);
+        slice = OwnSlice();
+      }
+      unit = 0;
+    }
+    const MatrixShape& w = job.shapes[cursor.shared ? 1 : 0][unit % 2];
+    const int row_tile = cursor.row_block * kItemTiles + unit / 2;
+    part.at = w.data + cursor.expert * w.matrix_bytes + int64_t{row_tile} * w.tile_bytes +
+              slice * (kSliceBlocks * w.chunk_bytes);
+    part.columns = SliceBlocks(slice, w.blocks);
+    part.shared = cursor.shared;
+    ++unit;
+    return true;
+  }
+};
+
+// One warp's products for one item when there is one row of x. x: of the warp's slice, where it has
+// no other.
+template <DType kType, class Ring>
+__device__ __forceinline__ void MultiplyRow(const UpKernelJob& job, const UpCursor& item,
+                                            Ring& ring, RowX& x, const uint32_t* tables,
+                                            float* partial) {
+  const int lane = LaneId();
+  for (int slice = OwnSlice(); slice < job.num_slices; slice += kSliceWarps) {
+    const int columns = SliceBlocks(slice, job.shapes[0][0].blocks);
+    if (job.num_slices > kSliceWarps) x.Load(job.x, 0, slice * (kSliceCols / 32), columns);
+#pragma unroll 1
+    for (int unit = 0; unit < 2 * kItemTiles; ++unit) {
+      const float2 sums = item.shared ? DotPart<DType::kQ8_0>(ring, x, columns, tables)
+                                      : DotPart<kType>(ring, x, columns, tables);
+      float* to = partial + (unit % 2 * job.num_slices + slice) * kPartialStride +
+                  unit / 2 * kTileRows + lane / 4;
+      if (lane % 4 == 0) {
+        to[0] = sums.x;
+        to[8] = sums.y;
+      }
+    }
+  }
+}
+
+// The same for a group of rows, whose x is loaded when the group changes.
+template <DType kType, class Ring>
+__device__ __forceinline__ void MultiplyGroup(const UpKernelJob& job, const UpCursor& item,
+                                              Ring& ring, const int* x_rows, BlockX<2> (&x)[2],
+                                              const uint32_t* tables, float* partial) {
+  for (int slice = OwnSlice(); slice < job.num_slices; slice += kSliceWarps) {
+    const int columns = SliceBlocks(slice, job.shapes[0][0].blocks);
+    if (item.new_rows || job.num_slices > kSliceWarps) {
+      const GroupX rows(job.x, x_rows);
+      const int block = slice * (kSliceCols / 32);
+      rows.Load(block, x[0]);
+      if (columns == 2) rows.Load(block + kColumnGrain / 32, x[1]);
+    }
+#pragma unroll 1
+    for (int unit = 0; unit < 2 * kItemTiles; ++unit) {
+      float total[4];
+      if (item.shared) {
+        DotPart<DType::kQ8_0>(ring, x, columns, tables, total);
+      } else {
+        DotPart<kType>(ring, x, columns, tables, total);
+      }
+      StorePartial(total, unit / 2, partial + (unit % 2 * job.num_slices + slice) * kPartialFloats);
+    }
+  }
+}
+
+// kType: of the routed experts; the shared one has Q8_0. kOneRow: x has one row only.
+template <DType kType, bool kOneRow>
+__global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
+    FastUpKernel(const __grid_constant__ UpKernelJob job) {
+  DS4_DYNAMIC_SHARED(memory);
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int block = static_cast<int>(blockIdx.x);
+  constexpr int kCols = kOneRow ? 1 : 2;
+  uint32_t* tables = reinterpret_cast<uint32_t*>(memory);
+  float* partial = reinterpret_cast<float*>(memory + job.table_bytes);
+  const int partial_floats = 2 * job.num_slices * (kOneRow ? kPartialStride : kPartialFloats);
+  [[maybe_unused]] int* x_rows =
+      reinterpret_cast<int*>(partial + job.partials * partial_floats) + warp * kGroupPairs;
+
+  const int num_shared = SharedItemsOf(job, block);
+  UpCursor item(job, num_shared);
+  ExpertRing<kType, FastSource> ring = {memory + job.fixed_bytes + warp * job.ring_bytes,
+                                        FastSource(item)};
+  ring.source.end = num_shared;
+  ring.Begin();
+  PrefetchShared(job.shapes[1][0]);
+  PrefetchShared(job.shapes[1][1]);
+  if constexpr (kType == DType::kIQ2_XXS) LoadIq2Tables(tables);
+  GridDependencyWait();
+  LaunchDependents();  // not earlier: see above
+  FirstGroups groups;
+  groups.Load(job);
+  const int routed_items = *job.routing.num_groups * job.row_blocks;
+  const int routed_begin = RoutedBegin(job, routed_items, block);
+  const int num_items = num_shared + RoutedBegin(job, routed_items, block + 1) - routed_begin;
+  ring.source.groups = groups;
+  ring.source.routed_begin = routed_begin;
+  ring.source.end = num_items;
+  ring.Begin();
+  ring.EndBegin();
+
+  [[maybe_unused]] RowX row = {};
+  [[maybe_unused]] BlockX<2> group[2] = {};
+  if constexpr (kOneRow) {
+    if (warp < job.num_slices) {
+      row.Load(job.x, 0, warp * (kSliceCols / 32), SliceBlocks(warp, job.shapes[0][0].blocks));
+    }
+  }
+  __syncthreads();  // the tables are there
+  float weight = 0.0f;
+  while (item.index + 1 < num_items) {
+    item.Next(routed_begin, groups);
+    float* sums = partial + item.index % job.partials * partial_floats;
+    if constexpr (kOneRow) {
+      const int place = item.first + min(LaneId(), item.count - 1);
+      weight = item.shared ? 1.0f : job.routing.place_weight[place];
+      MultiplyRow<kType>(job, item, ring, row, tables, sums);
+    } else {
+      if (item.new_rows) LoadRows(job, item, x_rows, weight);
+      MultiplyGroup<kType>(job, item, ring, x_rows, group, tables, sums);
+    }
+    __syncthreads();
+    const int j = (warp + item.index) % kSliceWarps;
     if (j < item.count) FinishRow<kCols>(job, item, j, weight, sums);
     // With two buffers the next item's sums go to the other one.
     if (job.partials == 1) __syncthreads();
   }
   ClearPadding(job, job.out);
   ClearPadding(job, job.shared_out);
+}
+
+using UpKernel = void (*)(UpKernelJob);
+
+template <DType kType>
+UpKernel FastKernel(bool one_row) {
+  return one_row ? FastUpKernel<kType, true> : FastUpKernel<kType, false>;
+}
+// nullptr: the combination has no kernel of its own. It may not depend on the number of rows: the
+// two paths add in different orders.
+UpKernel ChooseFast(const UpKernelJob& k, bool one_row) {
+  if (k.shapes[0][0].dtype != k.shapes[0][1].dtype || k.lane_cols % kItemRows != 0) return nullptr;
+  for (const MatrixShape& w : k.shapes[1]) {
+    if (w.dtype != DType::kQ8_0) return nullptr;
+  }
+  switch (k.shapes[0][0].dtype) {
+    case DType::kIQ2_XXS:
+      return FastKernel<DType::kIQ2_XXS>(one_row);
+    case DType::kQ4_K:
+      return FastKernel<DType::kQ4_K>(one_row);
+    case DType::kMXFP4:
+      return FastKernel<DType::kMXFP4>(one_row);
+    case DType::kQ8_0:
+      return FastKernel<DType::kQ8_0>(one_row);
+    default:
+      return nullptr;
+  }
+}
+
+// Cuts the shared memory of a fast kernel: tables, partial sums, rows of x, rings.
+void PlanFast(UpKernelJob& k, bool one_row) {
+  const DType type = k.shapes[0][0].dtype;
+  k.table_bytes = type == DType::kIQ2_XXS ? kIq2TableBytes : 0;
+  k.ring_bytes = kRingSlots * MaxOf(StageBytesOf(type), StageBytesOf(DType::kQ8_0));
+  const int buffer = 2 * k.num_slices * (one_row ? kPartialStride : kPartialFloats) * 4;
+  for (k.partials = 2; k.partials >= 1; --k.partials) {
+    k.fixed_bytes = k.table_bytes + k.partials * buffer + kSliceWarps * kGroupPairs * 4;
+    if (k.fixed_bytes + kSliceWarps * k.ring_bytes <= kMaxSharedBytes) return;
+  }
+  CHECK(false) << "rows of " << k.num_slices << " slices have no room in shared memory";
 }
 
 // About the time of 16 rows x 256 columns on one SM, in ten cycles: what memory gives an SM, but no
@@ -451,12 +656,17 @@ void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Ro
   k.shared_cost = BlockCost(job.shared_gate.dtype, true) + BlockCost(job.shared_up.dtype, true);
   k.routed_cost = BlockCost(job.gate.dtype, false) + BlockCost(job.up.dtype, false);
 
+  const bool one_row = job.x.rows == 1;
+  if (UpKernel fast = ChooseFast(k, one_row)) {
+    PlanFast(k, one_row);
+    Launch(launch, dim3(launch.num_sms), dim3(kFastThreads),
+           k.fixed_bytes + kSliceWarps * k.ring_bytes, fast, k);
+    return;
+  }
   PlanShared(k);
   bool floats = false;
   for (const auto& pair : k.shapes) floats = floats || pair[0].is_float || pair[1].is_float;
-  auto* kernel = floats            ? ExpertsUpKernel<true, 2>
-                 : job.x.rows == 1 ? ExpertsUpKernel<false, 1>
-                                   : ExpertsUpKernel<false, 2>;
+  auto* kernel = floats ? ExpertsUpKernel<true> : ExpertsUpKernel<false>;
   Launch(launch, dim3(launch.num_sms), dim3(kUpThreads), k.fixed_bytes + kUpWarps * k.ring_bytes,
          kernel, k);
 }

@@ -1,0 +1,336 @@
+// The fast path of routed experts, for the formats that models come in: products of quantised
+// weights with x in registers, one kernel for each format.
+//
+// Order of additions for one (weight row, x row) and one slice of 512 columns: four sums; sum i
+// takes the steps of 32 columns s with s mod 4 = i, in rising order,
+//   sum = fma(dw * dx, exact int32 sum of the step, sum), and for formats with a minimum then
+//   sum = fma(-(dmin * dx), exact int32 sum of min * q, sum);
+// then (sum 0 + sum 1) + (sum 2 + sum 3). dw and dmin as in dot.cuh.
+//
+// Why four: with one row of x a matrix instruction has 8 columns for it. Step i of four goes to
+// column 2i and zeros to the others, so four instructions add up in the same registers, and lane
+// 4g + t is left with step t alone: the very step whose scales lie in this lane. It converts,
+// scales and adds for one step while its neighbours do for the others.
+#pragma once
+
+#include "engine/cuda/experts_stream.cuh"
+
+namespace ds4::cuda {
+
+// ---- Stages: what a warp copies and waits for at a time, about 2 KB. Half a chunk of Q8_0 (its
+// codes, then its scales), a chunk, or the two chunks of a slice.
+
+constexpr int StagesOfSlice(DType dtype) {
+  return dtype == DType::kQ8_0 ? 4 : ChunkBytes(dtype) > 2048 ? 2 : 1;
+}
+constexpr int StageBytesOf(DType dtype) {
+  return ChunkBytes(dtype) * (kSliceCols / kColumnGrain) / StagesOfSlice(dtype);
+}
+inline constexpr int kHalfCodes = 2048;  // bytes of codes in half a chunk of Q8_0
+inline constexpr int kHalfScales = 128;
+
+constexpr int MaxOf(int a, int b) { return a > b ? a : b; }
+inline constexpr int kRingSlots = 4;
+// The same for device code, which may not call host functions.
+template <DType kType>
+inline constexpr int kStages = StagesOfSlice(kType);
+template <DType kType>
+inline constexpr int kStageBytes = StageBytesOf(kType);
+template <DType kType>
+inline constexpr int kSlotBytes = MaxOf(StageBytesOf(kType), StageBytesOf(DType::kQ8_0));
+
+// Where a warp's next stages lie: one slice of one row tile, quantised.
+struct SlicePart {
+  const std::byte* at = nullptr;
+  int columns = 0;  // blocks of 256 columns, 1 or 2
+  bool shared = false;
+};
+
+// A warp's stages in the order of `source`: routed experts' weights are of kType, the shared
+// expert's of Q8_0. Source: `bool Next(SlicePart& part)`, false while there is none.
+template <DType kType, class Source>
+struct ExpertRing {
+  static constexpr int kSlot = kSlotBytes<kType>;
+  std::byte* ring;  // kRingSlots * kSlot bytes, private to the warp
+  Source source;
+  SlicePart part = {};
+  int left = 0;   // stages of the part
+  int slot = 0;   // of the oldest stage
+  int begun = 0;  // slots that Begin has filled
+
+  // Asks for the first stages as far as the source knows them; may be called again.
+  __device__ __forceinline__ void Begin() {
+    while (begun < kRingSlots && Put(begun)) ++begun;
+  }
+  // Once, after the last Begin: an empty slot counts as a copy.
+  __device__ __forceinline__ void EndBegin() {
+    for (; begun < kRingSlots; ++begun) CopyAsyncCommit();
+  }
+  __device__ __forceinline__ const std::byte* Wait() {
+    CopyAsyncWait<kRingSlots - 1>();
+    __syncwarp();
+    return ring + slot * kSlot;
+  }
+  __device__ __forceinline__ std::byte* WaitToWrite() {
+    CopyAsyncWait<kRingSlots - 1>();
+    __syncwarp();
+    return ring + slot * kSlot;
+  }
+  __device__ __forceinline__ void Release() {
+    __syncwarp();
+    if (!Put(slot)) CopyAsyncCommit();
+    slot = (slot + 1) % kRingSlots;
+  }
+
+ private:
+  __device__ __forceinline__ bool Put(int place) {
+    if (left == 0) {
+      if (!source.Next(part)) return false;
+      left = part.shared ? 2 * part.columns : (part.columns * kStages<kType> + 1) / 2;
+    }
+    std::byte* to = ring + place * kSlot + 16 * LaneId();
+    const std::byte* from = part.at + 16 * LaneId();
+    if (part.shared || kType == DType::kQ8_0) {
+      // The first half of a chunk is followed by the second half's codes, then by the scales of
+      // both.
+      const int half = left % 2 == 0 ? 0 : 1;
+#pragma unroll
+      for (int i = 0; i < kHalfCodes; i += 512) CopyAsync16(to + i, from + i);
+      const int scales = half == 0 ? 2 * kHalfCodes : kHalfCodes + kHalfScales;
+      if (LaneId() < kHalfScales / 16) CopyAsync16(to + kHalfCodes, from + scales);
+      part.at += half == 0 ? kHalfCodes : kHalfCodes + 2 * kHalfScales;
+    } else {
+      constexpr int kBytes = kStageBytes<kType>;
+      const int bytes = kStages<kType> == 1 && part.columns == 1 ? kBytes / 2 : kBytes;
+#pragma unroll
+      for (int i = 0; i < kBytes; i += 512) {
+        if (i + 16 * LaneId() < bytes) CopyAsync16(to + i, from + i);
+      }
+      part.at += kBytes;
+    }
+    CopyAsyncCommit();
+    --left;
+    return true;
+  }
+};
+
+// ---- Decoders of half chunks and of own scales.
+
+// ChunkDecoder for half a chunk of Q8_0 in a slot.
+struct HalfDecoder {
+  static constexpr bool kHasMin = false;
+  const std::byte* half;
+  uint4 scales;
+
+  __device__ __forceinline__ explicit HalfDecoder(const std::byte* at)
+      : half(at), scales(Load16(at + kHalfCodes + 16 * (LaneId() / 4))) {}
+  __device__ __forceinline__ void Step(int s, StepWeights& w) {
+    const uint4 v = Load16(half + 512 * s + 16 * LaneId());
+    w.a[0] = v.x;
+    w.a[1] = v.y;
+    w.a[2] = v.z;
+    w.a[3] = v.w;
+    const float2 d = Half2ToFloat2(Word(scales, s));
+    w.scale[0] = d.x;
+    w.scale[1] = d.y;
+  }
+  __device__ __forceinline__ float2 OwnScales(int) const {
+    return Half2ToFloat2(*reinterpret_cast<const uint32_t*>(half + kHalfCodes + 4 * LaneId()));
+  }
+};
+
+// Four steps a unit. OwnScales(u): dw of rows g, g + 8 in step 4u + t, of lane 4g + t.
+template <DType kType>
+struct RowDecoder : ChunkDecoder<kType> {
+  const std::byte* start;
+  __device__ __forceinline__ RowDecoder(const std::byte* at, const uint32_t*)
+      : ChunkDecoder<kType>(at, nullptr), start(at) {}
+
+  __device__ __forceinline__ float2 OwnScales(int u) const {
+    if constexpr (kType == DType::kMXFP4) {
+      const uint32_t word =
+          *reinterpret_cast<const uint32_t*>(start + 2048 + 4 * LaneId()) >> (16 * u);
+      return make_float2(this->Scale(word & 255), this->Scale(word >> 8 & 255));
+    } else if constexpr (kType == DType::kQ4_K) {
+      const uint32_t byte = 0x7650u + static_cast<uint32_t>(LaneId() % 4);
+      const auto own = [&](int r) {
+        const uint32_t bits = __byte_perm(this->scale[r][u], kTwo23Bits, byte);
+        return this->d[r].x * (__uint_as_float(bits) - 8388608.0f);
+      };
+      return make_float2(own(0), own(1));
+    } else {
+      return make_float2(this->d[0].x, this->d[1].x);
+    }
+  }
+};
+
+template <>
+struct RowDecoder<DType::kIQ2_XXS> {
+  static constexpr bool kHasMin = false;
+  const std::byte* chunk;
+  const std::byte* tables;
+  uint32_t copy;
+  uint4 unit = {};
+  float d[2];
+
+  __device__ __forceinline__ RowDecoder(const std::byte* at, const uint32_t* shared_tables)
+      : chunk(at),
+        tables(reinterpret_cast<const std::byte*>(shared_tables)),
+        copy(static_cast<uint32_t>(4 * LaneId())) {
+    const auto* scales = reinterpret_cast<const uint16_t*>(at + 1024);
+    d[0] = HalfToFloat(scales[LaneId() / 4]) * 0.25f;
+    d[1] = HalfToFloat(scales[LaneId() / 4 + 8]) * 0.25f;
+  }
+  __device__ __forceinline__ void Step(int s, StepWeights& w) {
+    if (s % 4 == 0) unit = Load16(chunk + 128 * s + 16 * LaneId());
+    const uint32_t word = Word(unit, s % 4);
+    Iq2Values(tables, copy, word << 7, word >> 1, w.a[0], w.a[2]);
+    Iq2Values(tables, copy, word >> 9, word >> 17, w.a[1], w.a[3]);
+  }
+  // After a step of the unit.
+  __device__ __forceinline__ float2 OwnScales(int) const {
+    const uint32_t nibbles = Iq2Nibbles(unit);
+    return make_float2(d[0] * Iq2Factor(nibbles & 15u), d[1] * Iq2Factor(nibbles >> 16));
+  }
+};
+
+// ---- One row of x.
+
+// One slice of a row, as the lanes need it. Blocks of 256 columns that are not there are zeros.
+struct RowX {
+  uint64_t q[16];  // of step s, in the lanes that give column 2 (s mod 4); zeros in the others
+  float scale[4];  // of step 4u + t
+
+  // columns: blocks of 256 from the view's block `block` of 32 on.
+  __device__ __forceinline__ void Load(const ActivationView& x, int row, int block, int columns) {
+    const int tiles = TilesOf(x);
+    const int g = LaneId() / 4;
+    const int t = LaneId() % 4;
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      uint64_t own = 0;
+      scale[u] = 0.0f;
+      if (u / 2 < columns) {
+        const int first = block + 4 * u;
+        own = x.q[((first + g / 2) * tiles + row / 8) * 32 + row % 8 * 4 + t];
+        scale[u] = x.scale[(first + t) * (8 * tiles) + row];
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) q[4 * u + i] = g == 2 * i ? own : 0;
+    }
+  }
+};
+
+// sum of lane 4g + t (rows g, g + 8) += the steps 4 (first + u) + t.
+template <int kUnits, class Decoder>
+__device__ __forceinline__ void AddUnits(Decoder& decoder, const RowX& x, int first,
+                                         float (&sum)[2]) {
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) {
+    int products[4] = {kSumBase, kSumBase, kSumBase, kSumBase};
+    int minima[4] = {kSumBase, kSumBase, kSumBase, kSumBase};
+    float min_scale[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      StepWeights w;
+      decoder.Step(4 * u + i, w);
+      const uint64_t q = x.q[4 * (first + u) + i];
+      const uint32_t b[2] = {static_cast<uint32_t>(q), static_cast<uint32_t>(q >> 32)};
+      MmaS8(products, w.a, b);
+      if constexpr (Decoder::kHasMin) {
+        const uint32_t a[4] = {w.min[0], w.min[1], w.min[0], w.min[1]};
+        MmaS8(minima, a, b);
+        min_scale[0] = -w.min_scale[0];
+        min_scale[1] = -w.min_scale[1];
+      }
+    }
+    const float2 own = decoder.OwnScales(u);
+    const float dx = x.scale[first + u];
+    sum[0] = fmaf(own.x * dx, SumToFloat(products[0]), sum[0]);
+    sum[1] = fmaf(own.y * dx, SumToFloat(products[2]), sum[1]);
+    if constexpr (Decoder::kHasMin) {
+      sum[0] = fmaf(min_scale[0] * dx, SumToFloat(minima[0]), sum[0]);
+      sum[1] = fmaf(min_scale[1] * dx, SumToFloat(minima[2]), sum[1]);
+    }
+  }
+}
+
+// Rows g, g + 8 of one slice part, in every lane of g. kType: of the part.
+template <DType kType, class Ring>
+__device__ __forceinline__ float2 DotPart(Ring& ring, const RowX& x, int columns,
+                                          const uint32_t* tables) {
+  float sum[2] = {0.0f, 0.0f};
+  if constexpr (kType == DType::kQ8_0) {
+#pragma unroll
+    for (int half = 0; half < 4; ++half) {
+      if (half / 2 >= columns) break;
+      HalfDecoder decoder(ring.Wait());
+      AddUnits<1>(decoder, x, half, sum);
+      ring.Release();
+    }
+  } else {
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      if (block >= columns) break;
+      constexpr bool kTwo = kStages<kType> == 1;
+      const std::byte* chunk = ring.Wait() + (kTwo ? block * kChunkBytes<kType> : 0);
+      RowDecoder<kType> decoder(chunk, tables);
+      AddUnits<2>(decoder, x, 2 * block, sum);
+      if (!kTwo || block + 1 == columns) ring.Release();
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    sum[i] += __shfl_xor_sync(kFullMask, sum[i], 1);
+    sum[i] += __shfl_xor_sync(kFullMask, sum[i], 2);
+  }
+  return make_float2(sum[0], sum[1]);
+}
+
+// ---- A group of up to 8 rows of x.
+
+// sum[i] += the steps of the blocks whose number mod 4 is i; laid out as in dot.cuh.
+template <int kSteps, class Decoder>
+__device__ __forceinline__ void AddSteps(Decoder& decoder, const BlockX<2>& x, int first,
+                                         float (&sum)[4][4]) {
+#pragma unroll
+  for (int s = 0; s < kSteps; ++s) {
+    StepWeights w;
+    decoder.Step(s, w);
+    AddStep<2>(w.a, x, first + s, w.scale[0], w.scale[1], sum[s % 4]);
+    if constexpr (Decoder::kHasMin) {
+      const uint32_t a[4] = {w.min[0], w.min[1], w.min[0], w.min[1]};
+      AddStep<2>(a, x, first + s, -w.min_scale[0], -w.min_scale[1], sum[s % 4]);
+    }
+  }
+}
+
+template <DType kType, class Ring>
+__device__ __forceinline__ void DotPart(Ring& ring, const BlockX<2> (&x)[2], int columns,
+                                        const uint32_t* tables, float (&total)[4]) {
+  float sum[4][4];
+  Clear(sum);
+  if constexpr (kType == DType::kQ8_0) {
+#pragma unroll
+    for (int half = 0; half < 4; ++half) {
+      if (half / 2 >= columns) break;
+      HalfDecoder decoder(ring.Wait());
+      AddSteps<4>(decoder, x[half / 2], half % 2 * 4, sum);
+      ring.Release();
+    }
+  } else {
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      if (block >= columns) break;
+      constexpr bool kTwo = kStages<kType> == 1;
+      std::byte* chunk = ring.WaitToWrite() + (kTwo ? block * kChunkBytes<kType> : 0);
+      ExpertDecoder<kType> decoder(chunk, tables);
+      AddSteps<8>(decoder, x[block], 0, sum);
+      if (!kTwo || block + 1 == columns) ring.Release();
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) total[i] = (sum[0][i] + sum[1][i]) + (sum[2][i] + sum[3][i]);
+}
+
+}  // namespace ds4::cuda
