@@ -1,10 +1,11 @@
-// Products for up to 8 rows of x, the heart of decoding. One block an SM owns a contiguous range of
-// row tiles (of all jobs, one after the other) and goes over it in rounds. The (row tile, slice)
+// Products for up to 32 rows of x, the heart of decoding. One block an SM owns a contiguous range
+// of row tiles (of all jobs, one after the other) and goes over it in rounds. The (row tile, slice)
 // pairs of a round are its items; warp i takes items i, i + 8, ... so that it keeps its slice, and
 // with it x in registers, wherever 8 slices make a row tile or divide 8. Its weights come through a
 // ring that never drains, not even between jobs. A round's sums meet in shared memory: one barrier,
-// then the block adds slices in rising order (product.h) and writes the results. Half of the shared
-// memory and registers of an SM, so that the next kernel can fill its rings meanwhile.
+// then the block adds slices in rising order (product.h) and writes the results. With few rows a
+// block has half of the shared memory and registers of an SM, so that the next kernel can fill its
+// rings meanwhile.
 #include <algorithm>
 
 #include "engine/base/check.h"
@@ -18,7 +19,7 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kMaxXRows = 8;
+constexpr int kMaxXRows = 32;
 constexpr int kMaxBlocks = 192;
 constexpr int kMaxSegments = 128;  // slices of a row tile, over all lanes
 
@@ -28,7 +29,8 @@ constexpr int kRingBytes = kStages * kStageBytes;
 // Chunks of a warp that are sent for before its input is there, beyond those of its ring.
 constexpr int kChunksAhead = 4;
 
-constexpr int kRoundFloats = 1024;     // sums of a round, where a row tile needs no more
+// Sums of a round that are worth a barrier, as long as every warp has an item.
+constexpr int kRoundFloats = 1024;
 constexpr int kMaxRoundFloats = 8192;  // what the general kernel must do instead
 
 struct FewJob {
@@ -207,21 +209,21 @@ struct Ring {
 
 constexpr int kChunkSteps = ChunkCols(DType::kQ8_0) / 32;
 
-// x of a chunk, in registers.
+// x of a chunk, one tile of 8 rows, in registers.
 struct XChunk {
   uint64_t q[kChunkSteps];    // row g, columns 8t..8t+7 of the step
   float2 scale[kChunkSteps];  // rows 2t, 2t + 1
 
   // Rows past the last one repeat it: nobody reads their results.
-  __device__ __forceinline__ void Load(const ActivationView& x, int col) {
+  __device__ __forceinline__ void Load(const ActivationView& x, int col, int tile, int tiles) {
     const int block = col / 32;
-    const int row = min(LaneId() / 4, x.rows - 1);
-    const uint64_t* from = x.q + (block * 32 + row * 4 + LaneId() % 4);
-    const float* scales = x.scale + (block * 8 + LaneId() % 4 * 2);
+    const int row = min(LaneId() / 4, x.rows - 1 - 8 * tile);
+    const uint64_t* from = x.q + ((block * tiles + tile) * 32 + row * 4 + LaneId() % 4);
+    const float* scales = x.scale + ((block * tiles + tile) * 8 + LaneId() % 4 * 2);
 #pragma unroll
     for (int s = 0; s < kChunkSteps; ++s) {
-      q[s] = from[32 * s];
-      scale[s] = *reinterpret_cast<const float2*>(scales + 8 * s);
+      q[s] = from[32 * tiles * s];
+      scale[s] = *reinterpret_cast<const float2*>(scales + 8 * tiles * s);
     }
   }
 };
@@ -261,8 +263,8 @@ struct XSlice {
   __device__ __forceinline__ void Load(const ActivationView& x, int col, int num_chunks, int of) {
     if (name == of) return;
     name = of;
-    chunks[0].Load(x, col);
-    if (num_chunks > 1) chunks[1].Load(x, col + kChunkCols<DType::kQ8_0>);
+    chunks[0].Load(x, col, 0, 1);
+    if (num_chunks > 1) chunks[1].Load(x, col + kChunkCols<DType::kQ8_0>, 0, 1);
   }
 };
 
@@ -275,15 +277,25 @@ __device__ __forceinline__ void DotQuantised(Ring& ring, const XSlice& x, int ch
   ring.Release();
 }
 
-// Where float types need the registers in between.
+// Where the registers do not hold a slice: x comes again for every chunk.
+template <int kTiles>
 __device__ __forceinline__ void DotQuantisedOnce(Ring& ring, const ActivationView& x, int col,
-                                                 int chunks, float (&acc)[4]) {
+                                                 int chunks, float (&acc)[kTiles][4]) {
+  const int tiles = kTiles > 2 ? TilesOf(x) : kTiles;
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
     XChunk columns;
-    columns.Load(x, col + c * kChunkCols<DType::kQ8_0>);
-    DotChunk(ring.Wait(), columns, acc);
+    columns.Load(x, col, 0, tiles);
+    const std::byte* chunk = ring.Wait();
+    DotChunk(chunk, columns, acc[0]);
+#pragma unroll
+    for (int n = 1; n < kTiles; ++n) {
+      if (n >= tiles) break;
+      columns.Load(x, col, n, tiles);
+      DotChunk(chunk, columns, acc[n]);
+    }
     ring.Release();
+    col += kChunkCols<DType::kQ8_0>;
   }
 }
 
@@ -323,56 +335,70 @@ __device__ __forceinline__ void DotChunkOneRow(Ring& ring, const float* x, float
   ring.Release();
 }
 
-template <DType kType, int kRows>
-__device__ __forceinline__ void DotFloats(Ring& ring, const ActivationView& x, int col,
-                                          int chunks, float (&acc)[4]) {
-  float part[kRows][2] = {};
+template <DType kType, int kTiles, int kRows>
+__device__ __forceinline__ void DotFloats(Ring& ring, const ActivationView& x, int col, int chunks,
+                                          float (&acc)[kTiles][4]) {
   if constexpr (kRows == 1) {
+    float part[1][2] = {};
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c) {
       DotChunkOneRow<kType>(ring, x.f32 + col + c * kChunkCols<kType>, part);
     }
+    AddLaneParts<kTiles, 1>(part, acc);
   } else {
-    const ContiguousX<1> rows(x, 0);
+    float part[kTiles][kRows][2] = {};
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c) {
-      DotChunkFloat<kType, kRows>(ring.Wait(), rows, col + c * kChunkCols<kType>, part);
+      const std::byte* chunk = ring.Wait();
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        if (8 * n >= x.rows) break;
+        const ContiguousX<1> rows(x, 8 * n);
+        DotChunkFloat<kType, kRows>(chunk, rows, col + c * kChunkCols<kType>, part[n]);
+      }
       ring.Release();
     }
-  }
-  float tiles[1][4];
-  AddLaneParts<1, kRows>(part, tiles);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) acc[i] = tiles[0][i];
+    for (int n = 0; n < kTiles; ++n) {
+      float tile[1][4];
+      AddLaneParts<1, kRows>(part[n], tile);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[n][i] = tile[0][i];
+    }
+  }
 }
 
-template <int kRows>
+template <int kTiles, int kFloatRows>
 __device__ __forceinline__ void DotMixed(const FewJob& job, const Segment& segment, Ring& ring,
-                                         float (&acc)[4]) {
+                                         float (&acc)[kTiles][4]) {
   const int col = segment.XCol(job);
   switch (job.dtype) {
     case DType::kF16:
-      return DotFloats<DType::kF16, kRows>(ring, job.x, col, segment.chunks, acc);
+      return DotFloats<DType::kF16, kTiles, kFloatRows>(ring, job.x, col, segment.chunks, acc);
     case DType::kBF16:
-      return DotFloats<DType::kBF16, kRows>(ring, job.x, col, segment.chunks, acc);
+      return DotFloats<DType::kBF16, kTiles, kFloatRows>(ring, job.x, col, segment.chunks, acc);
     case DType::kF32:
-      return DotFloats<DType::kF32, kRows>(ring, job.x, col, segment.chunks, acc);
+      return DotFloats<DType::kF32, kTiles, kFloatRows>(ring, job.x, col, segment.chunks, acc);
     default:
-      return DotQuantisedOnce(ring, job.x, col, segment.chunks, acc);
+      return DotQuantisedOnce<kTiles>(ring, job.x, col, segment.chunks, acc);
   }
 }
 
 // ---- A round's sums: [item][x row][row of the tile].
 
-__device__ __forceinline__ void StoreSums(const FewParams& params, const float (&acc)[4],
+template <int kTiles>
+__device__ __forceinline__ void StoreSums(const FewParams& params, const float (&acc)[kTiles][4],
                                           float* sums) {
   const int g = LaneId() / 4;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int x_row = LaneId() % 4 * 2 + i;
-    if (x_row >= params.x_rows) continue;
-    sums[x_row * kTileRows + g] = acc[i];
-    sums[x_row * kTileRows + g + 8] = acc[2 + i];
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int x_row = 8 * n + LaneId() % 4 * 2 + i;
+      if (x_row >= params.x_rows) continue;
+      sums[x_row * kTileRows + g] = acc[n][i];
+      sums[x_row * kTileRows + g + 8] = acc[n][2 + i];
+    }
   }
 }
 
@@ -453,9 +479,10 @@ __device__ __forceinline__ void FinishRound(const FewParams& params, const FewJo
   }
 }
 
-// kFloatRows: 0: all weights are Q8_0; else how many x rows float types compute.
-template <int kFloatRows>
-__global__ void __launch_bounds__(kThreads, 2)
+// kTiles: of x. kFloatRows: how many rows of an x tile float types compute; 0: all weights are
+// Q8_0. Half of an SM, unless many rows take more.
+template <int kTiles, int kFloatRows>
+__global__ void __launch_bounds__(kThreads, kTiles == 1 || (kTiles == 2 && kFloatRows == 0) ? 2 : 1)
     FewRowsKernel(const __grid_constant__ FewParams params) {
   DS4_DYNAMIC_SHARED(memory);
   LaunchDependents();
@@ -464,27 +491,31 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int end = params.starts[blockIdx.x + 1];
   Ring ring{memory + warp * kRingBytes, ChunkSource(params, begin, end, warp)};
   ring.Start();
+  Rounds round{begin, end};
+  bool more = round.Next(params);
   GridDependencyWait();
 
   float* buffers = reinterpret_cast<float*>(memory + kWarps * kRingBytes);
   int buffer = 0;
   [[maybe_unused]] XSlice x;
-  Rounds round{begin, end};
-  while (round.Next(params)) {
+#pragma unroll 1
+  while (more) {
     const FewJob& job = params.jobs[round.job];
     float* sums = buffers + buffer * params.round_floats;
 #pragma unroll 1
     for (int item = warp; item < round.items; item += kWarps) {
       const Segment segment(job, item);
-      float acc[4] = {};
-      if constexpr (kFloatRows == 0) {
+      float acc[kTiles][4] = {};
+      if constexpr (kFloatRows != 0) {
+        DotMixed<kTiles, kFloatRows>(job, segment, ring, acc);
+      } else if constexpr (kTiles != 1) {
+        DotQuantisedOnce<kTiles>(ring, job.x, segment.XCol(job), segment.chunks, acc);
+      } else {
         const int x_name = round.job * kMaxSegments + segment.lane * job.slices + segment.slice;
         x.Load(job.x, segment.XCol(job), segment.chunks, x_name);
-        DotQuantised(ring, x, segment.chunks, acc);
-      } else {
-        DotMixed<kFloatRows>(job, segment, ring, acc);
+        DotQuantised(ring, x, segment.chunks, acc[0]);
       }
-      StoreSums(params, acc, sums + (item * kTileRows << params.x_shift));
+      StoreSums<kTiles>(params, acc, sums + (item * kTileRows << params.x_shift));
     }
     __syncthreads();
     FinishRound(params, job, round, sums);
@@ -494,6 +525,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     } else {
       buffer ^= 1;
     }
+    more = round.Next(params);
   }
 }
 
@@ -564,7 +596,8 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
   const int item_floats = kTileRows << params.x_shift;
   int64_t units = 0;
   bool floats = false;
-  params.round_floats = kRoundFloats;
+  const int round_floats = std::max(kRoundFloats, kWarps * item_floats);
+  params.round_floats = round_floats;
   for (int i = 0; i < params.num_jobs; ++i) {
     if (!IsFewRowsType(jobs[i].w.dtype)) return false;
     floats = floats || IsFloatType(jobs[i].w.dtype);
@@ -574,13 +607,14 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
     job = MakeFewJob(jobs[i], roots.lanes);
     const int unit_floats = job.unit_tiles * job.segments * item_floats;
     if (unit_floats > kMaxRoundFloats) return false;
-    job.tiles_per_round = std::max(kRoundFloats / unit_floats, 1) * job.unit_tiles;
+    job.tiles_per_round = std::max(round_floats / unit_floats, 1) * job.unit_tiles;
     params.round_floats = std::max(params.round_floats, unit_floats);
     job.first_unit = static_cast<int>(units);
     units += job.units;
   }
   if (units > UINT16_MAX) return false;
-  params.num_buffers = params.round_floats == kRoundFloats ? 2 : 1;
+  // A second buffer beside one that is larger than usual would take more than half of an SM.
+  params.num_buffers = params.round_floats <= kRoundFloats ? 2 : 1;
   const int blocks =
       static_cast<int>(std::min<int64_t>(units, std::clamp(launch.num_sms, 1, kMaxBlocks)));
   CutRanges(params, blocks);
@@ -591,14 +625,16 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
   const auto launch_kernel = [&](auto kernel) {
     Launch(launch, grid, dim3(kThreads), shared, kernel, params);
   };
-  if (!floats) {
-    launch_kernel(FewRowsKernel<0>);
-  } else if (params.x_rows == 1) {
-    launch_kernel(FewRowsKernel<1>);
-  } else if (params.x_rows <= 4) {
-    launch_kernel(FewRowsKernel<4>);
+  if (params.x_rows > 16) {
+    launch_kernel(floats ? FewRowsKernel<4, 8> : FewRowsKernel<4, 0>);
+  } else if (params.x_rows > 8) {
+    launch_kernel(floats ? FewRowsKernel<2, 8> : FewRowsKernel<2, 0>);
+  } else if (!floats) {
+    launch_kernel(FewRowsKernel<1, 0>);
+  } else if (params.x_rows > 4) {
+    launch_kernel(FewRowsKernel<1, 8>);
   } else {
-    launch_kernel(FewRowsKernel<8>);
+    launch_kernel(params.x_rows > 1 ? FewRowsKernel<1, 4> : FewRowsKernel<1, 1>);
   }
   return true;
 }

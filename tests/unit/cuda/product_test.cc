@@ -62,7 +62,7 @@ TEST_P(ProductOfType, NearDoubleSumsAndFastLikePlain) {
   for (const int64_t cols : {64, 256, 512, 1024, 1280}) {
     if (cols % Info(dtype).block_elems != 0) continue;
     const TestMatrix w = MakeMatrix(device_, dtype, 1, rows, cols, 3);
-    for (const int num_rows : {1, 3, 8, 9, 17, 40}) {
+    for (const int num_rows : {1, 3, 8, 9, 17, 32, 40}) {
       if (cols != 1280 && num_rows != 3 && num_rows != 17) continue;
       const HostActivation host = RandomActivation(num_rows, 1, cols, 4);
       const DeviceActivation x = UploadActivation(device_, host, FormOf(dtype));
@@ -179,7 +179,9 @@ class ProductJobsTest : public ProductTest {
   }
 };
 
-TEST_F(ProductJobsTest, OfAllTypes) { ExpectIndependent({std::begin(kTypes), std::end(kTypes)}, 10); }
+TEST_F(ProductJobsTest, OfAllTypes) {
+  ExpectIndependent({std::begin(kTypes), std::end(kTypes)}, 10);
+}
 
 // The types that have kernels of their own; ranges of blocks that end inside jobs, and between.
 TEST_F(ProductJobsTest, OfCommonTypes) {
@@ -188,7 +190,7 @@ TEST_F(ProductJobsTest, OfCommonTypes) {
   const std::vector<DType> quantised(9, DType::kQ8_0);
   for (const int num_sms : {1, 3, 7, 200}) {
     device_.launch.num_sms = num_sms;
-    for (const int x_rows : {1, 3, 8}) {
+    for (const int x_rows : {1, 3, 8, 19}) {
       ExpectIndependent(types, x_rows);
       ExpectIndependent(quantised, x_rows);
     }
@@ -200,12 +202,12 @@ TEST_F(ProductJobsTest, OfCommonTypes) {
 TEST_F(ProductTest, ManyTilesInOneBlock) {
   for (const DType dtype : {DType::kQ8_0, DType::kF16}) {
     for (const int64_t cols : {4096, 1024, 1536}) {
-      const TestMatrix w = MakeMatrix(device_, dtype, 1, 520, cols, 15);
-      for (const int num_rows : {1, 2, 5}) {
+      const TestMatrix w = MakeMatrix(device_, dtype, 1, 328, cols, 15);
+      for (const int num_rows : {1, 3, 20}) {
         const HostActivation host = RandomActivation(num_rows, 1, cols, 16);
         const DeviceActivation x = UploadActivation(device_, host, FormOf(dtype));
         const std::vector<float> plain = Run(LaunchProductPlain, w.packed, x.view);
-        for (const int num_sms : {1, 2, 20}) {
+        for (const int num_sms : {1, 5}) {
           device_.launch.num_sms = num_sms;
           EXPECT_EQ(Run(Fast, w.packed, x.view), plain)
               << Info(dtype).name << ", " << cols << " columns, " << num_rows << " rows, "
