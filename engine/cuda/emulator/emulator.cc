@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "engine/base/check.h"
+#include "engine/base/strings.h"
 #include "engine/cuda/emulator/fiber.h"
 
 namespace ds4::cuda::emulator {
@@ -128,7 +129,13 @@ struct Machine {
   Warp& warp() { return warps[current / 32]; }
   unsigned lane() const { return current % 32; }
 };
-thread_local Machine machine;
+// A plain pointer, because a thread_local with a constructor is looked at before every use.
+thread_local constinit Machine* machine = nullptr;
+
+Machine* MachineOfThread() {
+  static thread_local Machine of_thread;
+  return &of_thread;
+}
 
 std::string Where(const KernelCall& call) {
   return "kernel launched at " + std::string(call.file) + ":" + std::to_string(call.line);
@@ -136,7 +143,7 @@ std::string Where(const KernelCall& call) {
 
 template <typename Index>
 std::string Coordinates(const Index& i) {
-  return "(" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
+  return StrCat("(", i.x, ", ", i.y, ", ", i.z, ")");
 }
 
 std::string Describe(const Thread& thread, const Warp& warp) {
@@ -152,7 +159,7 @@ std::string Describe(const Thread& thread, const Warp& warp) {
 
 // All threads that have not ended wait, for others that will never come.
 [[noreturn]] void FailStuck() {
-  Machine& m = machine;
+  Machine& m = *machine;
   std::string text = "no thread of the block can go on:";
   std::string last;
   for (unsigned i = 0; i < m.num_threads; ++i) {
@@ -167,7 +174,7 @@ std::string Describe(const Thread& thread, const Warp& warp) {
 
 // The next thread that can run: the warp's other lanes first, round robin.
 unsigned NextReady() {
-  Machine& m = machine;
+  Machine& m = *machine;
   const unsigned warp = m.current / 32;
   if (uint32_t ready = m.warps[warp].ready; ready != 0) {
     const unsigned from = (m.current + 1) % 32;
@@ -184,7 +191,7 @@ unsigned NextReady() {
 
 // The next thread that can run, in the order of all threads of the block, so that each gets its turn.
 unsigned NextInTurn() {
-  Machine& m = machine;
+  Machine& m = *machine;
   const unsigned warp = m.current / 32;
   const uint32_t later = m.warps[warp].ready & (~uint32_t{1} << m.lane());
   if (later != 0) return warp * 32 + static_cast<unsigned>(std::countr_zero(later));
@@ -198,7 +205,7 @@ unsigned NextInTurn() {
 }
 
 void Resume(unsigned next) {
-  Machine& m = machine;
+  Machine& m = *machine;
   if (next == m.current) return;
   Context& from = m.thread().context;
   m.current = next;
@@ -208,17 +215,17 @@ void Resume(unsigned next) {
 
 // Leaves the current thread in `state` until somebody makes it ready again.
 void Block(State state, const char* file, int line) {
-  Thread& thread = machine.thread();
+  Thread& thread = machine->thread();
   thread.state = state;
   thread.file = file;
   thread.line = line;
-  machine.warp().ready &= ~(1u << machine.lane());
+  machine->warp().ready &= ~(1u << machine->lane());
   Resume(NextReady());
 }
 
 void MakeReady(unsigned warp) {
-  machine.warps[warp].ready = 0xffffffffu;
-  for (unsigned i = 0; i < 32; ++i) machine.threads[warp * 32 + i].state = State::kReady;
+  machine->warps[warp].ready = 0xffffffffu;
+  for (unsigned i = 0; i < 32; ++i) machine->threads[warp * 32 + i].state = State::kReady;
 }
 
 void ComputeMmaS8(Warp& warp) {
@@ -248,31 +255,33 @@ void ComputeMmaS8(Warp& warp) {
 // Products are exact in float32; sums run over rising k, on top of d.
 template <typename ToFloats>
 void ComputeMmaFloat(Warp& warp, ToFloats to_floats) {
-  float a[16][16], b[8][16];
-  const auto put = [&](float* at, uint32_t bits) {
-    const float2 both = to_floats(bits);
-    at[0] = both.x;
-    at[1] = both.y;
-  };
+  float a[16][16], b[16][8], d[16][8];  // [row][k], [k][column], [row][column]
   for (unsigned i = 0; i < 32; ++i) {
     const unsigned g = i / 4, t = i % 4;
     const uint32_t* in = warp.lanes[i].in;
-    put(&a[g][2 * t], in[0]);
-    put(&a[g + 8][2 * t], in[1]);
-    put(&a[g][8 + 2 * t], in[2]);
-    put(&a[g + 8][8 + 2 * t], in[3]);
-    put(&b[g][2 * t], in[4]);
-    put(&b[g][8 + 2 * t], in[5]);
+    for (unsigned j = 0; j < 4; ++j) {
+      const float2 both = to_floats(in[j]);
+      float* at = &a[g + j % 2 * 8][2 * t + j / 2 * 8];
+      at[0] = both.x;
+      at[1] = both.y;
+    }
+    for (unsigned j = 0; j < 2; ++j) {
+      const float2 both = to_floats(in[4 + j]);
+      b[2 * t + 8 * j][g] = both.x;
+      b[2 * t + 8 * j + 1][g] = both.y;
+    }
+    std::memcpy(&d[g][2 * t], &in[6], 8);
+    std::memcpy(&d[g + 8][2 * t], &in[8], 8);
+  }
+  for (int row = 0; row < 16; ++row) {
+    for (int k = 0; k < 16; ++k) {
+      for (int column = 0; column < 8; ++column) d[row][column] += a[row][k] * b[k][column];
+    }
   }
   for (unsigned i = 0; i < 32; ++i) {
     const unsigned g = i / 4, t = i % 4;
-    for (unsigned j = 0; j < 4; ++j) {
-      const float* row = a[g + j / 2 * 8];
-      const float* column = b[2 * t + j % 2];
-      float sum = std::bit_cast<float>(warp.lanes[i].in[6 + j]);
-      for (int k = 0; k < 16; ++k) sum += row[k] * column[k];
-      warp.lanes[i].out[j] = std::bit_cast<uint32_t>(sum);
-    }
+    std::memcpy(&warp.lanes[i].out[0], &d[g][2 * t], 8);
+    std::memcpy(&warp.lanes[i].out[2], &d[g + 8][2 * t], 8);
   }
 }
 
@@ -307,8 +316,8 @@ void Compute(Warp& warp) {
       break;
     }
     case WarpOp::kMmaS8: ComputeMmaS8(warp); break;
-    case WarpOp::kMmaBf16: ComputeMmaFloat(warp, Bf162ToFloat2); break;
-    case WarpOp::kMmaF16: ComputeMmaFloat(warp, Half2ToFloat2); break;
+    case WarpOp::kMmaBf16: ComputeMmaFloat(warp, [](uint32_t w) { return Bf162ToFloat2(w); }); break;
+    case WarpOp::kMmaF16: ComputeMmaFloat(warp, [](uint32_t w) { return Half2ToFloat2(w); }); break;
     case WarpOp::kLoadMatrix: ComputeLoadMatrix(warp, false); break;
     case WarpOp::kLoadMatrixTrans: ComputeLoadMatrix(warp, true); break;
   }
@@ -316,7 +325,7 @@ void Compute(Warp& warp) {
 
 // One CUDA thread, from the kernel's first statement to its last.
 void RunThread() {
-  Machine& m = machine;
+  Machine& m = *machine;
   m.call->invoke(m.call->arguments);
   if (!m.thread().waited_for_dependency) {
     Fail("this thread ended without GridDependencyWait()");
@@ -328,10 +337,10 @@ void RunThread() {
 
 // A fiber outlives its thread: it runs the thread of the same number in the next block.
 void FiberMain() {
-  EnterFiber(machine.launcher);
+  EnterFiber(machine->launcher);
   for (;;) {
     RunThread();
-    Machine& m = machine;
+    Machine& m = *machine;
     if (m.done == m.num_threads) {
       Switch(m.thread().context, m.launcher);
     } else {
@@ -341,7 +350,7 @@ void FiberMain() {
 }
 
 void PrepareThreads() {
-  Machine& m = machine;
+  Machine& m = *machine;
   if (m.stacks.empty()) {
     m.stacks.Create(kMaxBlockThreads);
     m.threads.resize(kMaxBlockThreads);
@@ -354,7 +363,7 @@ void PrepareThreads() {
 }
 
 void RunBlock() {
-  Machine& m = machine;
+  Machine& m = *machine;
   const dim3& block = m.call->block;
   for (unsigned i = 0; i < m.num_threads; ++i) {
     Thread& thread = m.threads[i];
@@ -376,12 +385,12 @@ void RunBlock() {
 
 }  // namespace
 
-std::byte* DynamicShared() { return machine.shared.get(); }
-Lane& CurrentLane() { return machine.warp().lanes[machine.lane()]; }
-unsigned LaneIndex() { return machine.lane(); }
+std::byte* DynamicShared() { return machine->shared.get(); }
+Lane& CurrentLane() { return machine->warp().lanes[machine->lane()]; }
+unsigned LaneIndex() { return machine->lane(); }
 
 void MeetWarp(WarpOp op, const char* file, int line) {
-  Warp& warp = machine.warp();
+  Warp& warp = machine->warp();
   if (warp.arrived == 0) {
     warp.op = op;
   } else if (warp.op != op) {
@@ -392,15 +401,16 @@ void MeetWarp(WarpOp op, const char* file, int line) {
   if (++warp.arrived < 32) return Block(State::kAtWarp, file, line);
   Compute(warp);
   warp.arrived = 0;
-  MakeReady(machine.current / 32);
+  MakeReady(machine->current / 32);
 }
 
 void MeetBlock(const char* file, int line) {
-  Machine& m = machine;
+  Machine& m = *machine;
   if (m.at_block == 0) {
     m.barrier_file = file;
     m.barrier_line = line;
-  } else if (m.barrier_line != line || std::strcmp(m.barrier_file, file) != 0) {
+  } else if (m.barrier_line != line ||
+             (m.barrier_file != file && std::strcmp(m.barrier_file, file) != 0)) {
     Fail((std::string("__syncthreads at ") + file + ":" + std::to_string(line) +
           " meets threads in the one at " + m.barrier_file + ":" + std::to_string(m.barrier_line))
              .c_str());
@@ -418,16 +428,16 @@ void Yield() {
 void CopyAsync(void* shared, const void* global) {
   CheckAligned(shared, 16, "CopyAsync16 to an address that is not 16-byte aligned");
   CheckAligned(global, 16, "CopyAsync16 from an address that is not 16-byte aligned");
-  machine.thread().copies.push_back({shared, global});
+  machine->thread().copies.push_back({shared, global});
 }
 
 void CommitCopies() {
-  Thread& thread = machine.thread();
+  Thread& thread = machine->thread();
   thread.group_ends.push_back(thread.copies.size());
 }
 
 void WaitCopies(size_t pending) {
-  Thread& thread = machine.thread();
+  Thread& thread = machine->thread();
   if (thread.group_ends.size() <= pending) return;
   const size_t groups = thread.group_ends.size() - pending;
   const size_t end = thread.group_ends[groups - 1];
@@ -438,7 +448,7 @@ void WaitCopies(size_t pending) {
   for (size_t& group_end : thread.group_ends) group_end -= end;
 }
 
-void MarkDependencyWait() { machine.thread().waited_for_dependency = true; }
+void MarkDependencyWait() { machine->thread().waited_for_dependency = true; }
 
 void FenceSystem() {
 #if defined(__SANITIZE_THREAD__)
@@ -458,8 +468,8 @@ uint64_t NowNs() {
 
 void Fail(const char* what) {
   std::string text = "emulator: " + std::string(what);
-  if (machine.call != nullptr) {
-    text += "\n  in the " + Where(*machine.call) + ", block " + Coordinates(blockIdx) + " of " +
+  if (machine != nullptr && machine->call != nullptr) {
+    text += "\n  in the " + Where(*machine->call) + ", block " + Coordinates(blockIdx) + " of " +
             Coordinates(gridDim) + ", thread " + Coordinates(threadIdx) + " of " +
             Coordinates(blockDim);
   }
@@ -491,7 +501,8 @@ std::string CheckLaunch(const KernelCall& call) {
 }
 
 void RunGrid(const KernelCall& call) {
-  Machine& m = machine;
+  if (machine == nullptr) machine = MachineOfThread();
+  Machine& m = *machine;
   CHECK(m.call == nullptr) << "a launch from inside of a kernel";
   FenceSystem();  // as between two kernels of a stream
   m.call = &call;
