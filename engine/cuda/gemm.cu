@@ -1,12 +1,12 @@
-// Products of many rows: tiles of 256 weight rows x 128 x rows by eight warps, each 64 x 64.
+// Products of many rows: tiles of 256 weight rows x 128 x rows by eight warps, each 32 x 128.
 //
 // A stage is 64 columns of K. x rows of four stages lie in shared memory, weights of four fetches
 // (raw packed bytes, 128 columns each, 64 for 16-bit types); both come by asynchronous copies up to
-// three stages ahead. Each warp turns its weights into bf16 fragments in registers, one tile of 16
-// rows and one step of 32 columns ahead of their use, so that the arithmetic of the formats fills
-// the gaps between matrix instructions. What bounds it: the tensor cores and the issue of
-// instructions, about equally (a stage takes 128 matrix instructions a warp and 600 others);
-// shared memory is busy for about half of that time.
+// three stages ahead. No two warps share weights, so each weight is turned into bf16 once in a
+// block; all warps read all x rows. A warp makes the fragments of the next step (32 columns) and
+// loads x of the next group of 32 rows, also over the end of a stage, while the tensor cores work
+// on those at hand. What bounds it: the tensor cores (128 matrix instructions a warp and stage, of
+// 300 to 500), and shared memory, busy for most of that time.
 #include <algorithm>
 
 #include "engine/base/check.h"
@@ -23,14 +23,14 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlockRows = 16 * kBlockTiles;  // weight rows
 constexpr int kBlockX = 128;                  // x rows
-constexpr int kWarpTiles = 4;                 // tiles of 16 weight rows of one warp
-constexpr int kGroups = 4;  // of 32 x rows: two n tiles of 8 for each column of warps
+constexpr int kWarpTiles = 2;                 // tiles of 16 weight rows of one warp
+constexpr int kGroups = 4;                    // of 32 x rows: four n tiles of 8
 constexpr int kStageCols = 64;
 constexpr int kSlots = 4;  // stages of x, and fetches of weights
 constexpr int kXStageBytes = kBlockX * kStageCols * 2;
 constexpr int kXBytes = kSlots * kXStageBytes;
 
-static_assert(kWarps / 2 * kWarpTiles == kBlockTiles && kGroups * 32 == kBlockX);
+static_assert(kWarps * kWarpTiles == kBlockTiles && kGroups * 32 == kBlockX);
 
 // One tile of the list.
 struct Tile {
@@ -42,51 +42,68 @@ struct Tile {
   bool routed = false;
 };
 
-// This thread's share of the copies of one tile. What one stage reads once lies in shared memory,
-// for registers are full. Offsets count 16 bytes.
-struct Offsets {
-  uint32_t x[kGroups];  // 16 bytes of a row of each group of 32
-  uint32_t weights[2];  // the two tiles that this warp fetches
-  uint32_t lane_step;   // from the end of a lane's columns to the next lane
+// What one stage reads once lies in shared memory, for registers are full. Offsets count 16 bytes.
+struct XOffsets {
+  uint32_t groups[kGroups];  // this thread's 16 bytes of a row of each group of 32
+};
+struct WarpSource {
+  const std::byte* tiles[2];  // the two that this warp fetches and multiplies
+  uint32_t lane_step;         // from the end of a lane's columns to the next lane
   uint32_t lane_fetches;
+  uint32_t padding[2];
 };
 struct Loader {
   const std::byte* x_base;
-  const std::byte* weight_base;  // moves from chunk to chunk
-  uint32_t fetches_left;         // of this lane
+  uint32_t weights_at;    // from the tiles' start, in 16 bytes
+  uint32_t fetches_left;  // of this lane
   int stages, groups;
 };
 
-// Where a thread stands. Warps are in four rows (64 weight rows each) and two columns.
 struct Place {
   int lane, warp;
-  __device__ int row() const { return warp / 2; }
-  __device__ int column() const { return warp % 2; }
 };
 
 struct Shared {
   Place place;
   std::byte* x;
   std::byte* weights;  // fetches, then ready scales
-  Offsets* offsets;    // of this thread
+  XOffsets* offsets;   // of this thread
+  WarpSource* source;  // of this warp
   Tables tables;
   int* expert_tiles;  // [num_experts + 1] x blocks before each expert
 };
-static_assert(sizeof(Offsets) == 32);
+static_assert(sizeof(XOffsets) == 16 && sizeof(WarpSource) == 32);
+constexpr int kOffsetBytes =
+    kThreads * static_cast<int>(sizeof(XOffsets)) + kWarps * static_cast<int>(sizeof(WarpSource));
 
-__device__ void MakeTables(const Args& args, const Shared& shared) {
-  uint32_t* grid = const_cast<uint32_t*>(shared.tables.iq2_grid);
-  uint32_t* signs = const_cast<uint32_t*>(shared.tables.iq2_signs);
+__device__ void MakeTables(const Args& args, std::byte* memory) {
+  uint2* grid = reinterpret_cast<uint2*>(memory);
+  uint32_t* signs = reinterpret_cast<uint32_t*>(memory + 256 * args.grid_copies * 8);
   for (int i = static_cast<int>(threadIdx.x); i < 256; i += kThreads) {
-    uint32_t nibbles = 0, minus = 0;
-    const uint32_t bits = static_cast<uint32_t>(i) | static_cast<uint32_t>(__popc(i) & 1) << 7;
+    uint32_t picks[2] = {};
     for (int j = 0; j < 8; ++j) {
-      nibbles |= static_cast<uint32_t>(args.iq2_codes[i] >> (2 * j) & 3) << (4 * j);
-      minus |= (bits >> j & 1) << (4 * j + 2);
+      const uint32_t code = static_cast<uint32_t>(args.iq2_codes[i] >> (2 * j)) & 3;
+      picks[j / 4] |= (0x10 + 0x22 * code) << (8 * (j % 4));
     }
-    grid[i] = nibbles;
-    if (i < 128) signs[i] = minus;
+    const uint32_t minus = static_cast<uint32_t>(i) | static_cast<uint32_t>(__popc(i) & 1) << 7;
+    for (int copy = 0; copy < args.grid_copies; ++copy) {
+      grid[i * args.grid_copies + copy] = make_uint2(picks[0], picks[1]);
+    }
+    for (int copy = 0; i < 128 && copy < args.sign_copies; ++copy) {
+      signs[i * args.sign_copies + copy] = minus;
+    }
   }
+}
+
+// Where this lane reads.
+__device__ Tables LaneTables(const Args& args, const std::byte* memory) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  Tables tables;
+  tables.iq2_grid = memory + lane % args.grid_copies * 8;
+  tables.iq2_signs = memory + 256 * args.grid_copies * 8 + lane % args.sign_copies * 4;
+  tables.grid_step = static_cast<uint32_t>(args.grid_copies) * 8;
+  tables.sign_step = static_cast<uint32_t>(args.sign_copies) * 4;
+  return tables;
 }
 
 // x blocks before each expert: an exclusive sum, each thread a run of experts. The number of all.
@@ -152,25 +169,27 @@ __device__ Tile TileAt(const Args& args, const Shared& shared, int index) {
   return tile;
 }
 
-// A warp fetches slots 2w and 2w + 1 of the block's sixteen tiles. In a SwiGLU job, of each four
-// slots (a row of warps) two are of the gate and two of up. Slots past the end repeat the last
-// tile, as x rows do; nobody stores their results.
-__device__ void PlaceWeights(const Shared& shared, const Tile& tile, Loader& loader) {
-  Offsets& offsets = *shared.offsets;
+// A warp's two slots of the block's sixteen are its own: neighbours, or in a SwiGLU job one tile of
+// the gate and the same of up. Slots past the end repeat the last tile, as x rows do; nobody stores
+// their results.
+__device__ void PlaceWeights(const Shared& shared, const Tile& tile) {
   const Job& job = *tile.job;
-  const bool swiglu = job.up != nullptr;
-  const int first = tile.row0 / 16 + (swiglu ? shared.place.warp / 2 * 2 : shared.place.warp * 2);
-  const int last = (job.rows + 15) / 16 - 1;
-  loader.weight_base = swiglu && shared.place.warp % 2 == 1 ? job.up : job.weights;
-  loader.weight_base += static_cast<int64_t>(tile.expert) * job.lanes * job.matrix_bytes;
+  const int64_t matrix = static_cast<int64_t>(tile.expert) * job.lanes * job.matrix_bytes;
+  const int last = (job.rows + 15) / 16 - 1, warp = shared.place.warp;
+  if (job.up != nullptr) {
+    const int64_t at = matrix + min(tile.row0 / 16 + warp, last) * job.tile_bytes;
+    shared.source->tiles[0] = job.weights + at;
+    shared.source->tiles[1] = job.up + at;
+    return;
+  }
   for (int i = 0; i < 2; ++i) {
-    offsets.weights[i] = static_cast<uint32_t>(min(first + i, last) * job.tile_bytes / 16);
+    const int slot = min(tile.row0 / 16 + 2 * warp + i, last);
+    shared.source->tiles[i] = job.weights + matrix + slot * job.tile_bytes;
   }
 }
 
 template <typename F>
 __device__ Loader MakeLoader(const Args& args, const Shared& shared, const Tile& tile) {
-  Offsets& offsets = *shared.offsets;
   const Job& job = *tile.job;
   Loader loader;
   loader.groups = (tile.num_x + 31) / 32;
@@ -179,13 +198,19 @@ __device__ Loader MakeLoader(const Args& args, const Shared& shared, const Tile&
   for (int i = 0; i < kGroups; ++i) {
     const int64_t place = tile.x0 + min(32 * i + thread / 8, tile.num_x - 1);
     const int64_t row = tile.routed && args.gather ? args.pairs[place] / args.used : place;
-    offsets.x[i] =
+    shared.offsets->groups[i] =
         static_cast<uint32_t>(row * job.x_stride / 8) + static_cast<uint32_t>(thread % 8);
   }
-  PlaceWeights(shared, tile, loader);
-  offsets.lane_step = static_cast<uint32_t>((job.matrix_bytes - job.tile_bytes) / 16);
-  offsets.lane_fetches = static_cast<uint32_t>(job.lane_cols / F::kFetchCols);
-  loader.fetches_left = offsets.lane_fetches;
+  const uint32_t lane_fetches = static_cast<uint32_t>(job.lane_cols / F::kFetchCols);
+  __syncwarp();  // all lanes have read the tile before
+  if (shared.place.lane == 0) {
+    PlaceWeights(shared, tile);
+    shared.source->lane_step = static_cast<uint32_t>((job.matrix_bytes - job.tile_bytes) / 16);
+    shared.source->lane_fetches = lane_fetches;
+  }
+  __syncwarp();
+  loader.weights_at = 0;
+  loader.fetches_left = lane_fetches;
   loader.stages = job.lane_cols / kStageCols * job.lanes;
   return loader;
 }
@@ -203,12 +228,11 @@ __device__ __forceinline__ std::byte* FetchSlot(const Shared& shared, int fetch)
 template <typename F>
 __device__ __forceinline__ void IssueFetch(Loader& loader, const Shared& shared, int fetch) {
   if (fetch * (F::kFetchCols / kStageCols) >= loader.stages) return;
-  const uint4 offsets = LoadWords4(reinterpret_cast<const std::byte*>(shared.offsets->weights));
   const int lane = shared.place.lane, part = fetch % 2;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     std::byte* to = FetchSlot<F>(shared, fetch) + (2 * shared.place.warp + i) * F::kTileBytes;
-    const std::byte* chunk = At16(loader.weight_base, i == 0 ? offsets.x : offsets.y);
+    const std::byte* chunk = At16(shared.source->tiles[i], loader.weights_at);
     const std::byte* main = chunk + part * F::kMainBytes + 16 * lane;
 #pragma unroll
     for (int at = 0; at < F::kMainBytes; at += 512) CopyAsync16(to + 16 * lane + at, main + at);
@@ -216,10 +240,10 @@ __device__ __forceinline__ void IssueFetch(Loader& loader, const Shared& shared,
       CopyAsync16(to + F::kMainBytes + 16 * lane, chunk + F::HeaderAt(part) + 16 * lane);
     }
   }
-  if (part == 1) loader.weight_base += F::kChunkBytes;
+  if (part == 1) loader.weights_at += F::kChunkBytes / 16;
   if (--loader.fetches_left == 0) {
-    loader.weight_base = At16(loader.weight_base, offsets.z);
-    loader.fetches_left = offsets.w;
+    loader.weights_at += shared.source->lane_step;
+    loader.fetches_left = shared.source->lane_fetches;
   }
 }
 
@@ -232,7 +256,7 @@ __device__ __forceinline__ void IssueStage(Loader& loader, const Shared& shared,
     const int row = shared.place.warp * 4 + shared.place.lane / 8, unit = shared.place.lane % 8;
     std::byte* to =
         shared.x + stage % kSlots * kXStageBytes + row * 128 + ((unit ^ (row % 2 * 4)) * 16);
-    const uint4 all = LoadWords4(reinterpret_cast<const std::byte*>(shared.offsets->x));
+    const uint4 all = LoadWords4(reinterpret_cast<const std::byte*>(shared.offsets->groups));
     const uint32_t offsets[kGroups] = {all.x, all.y, all.z, all.w};
     const std::byte* x = loader.x_base + stage * (kStageCols * 2);
 #pragma unroll
@@ -275,25 +299,24 @@ __device__ __forceinline__ typename F::Raw LoadRaw(const Shared& shared, int sta
                                                    int i) {
   constexpr int kFetchStages = F::kFetchCols / kStageCols;
   const int fetch = stage / kFetchStages;
-  const int slot = shared.place.row() * kWarpTiles + i;
+  const int slot = shared.place.warp * kWarpTiles + i;
   return F::Load(FetchSlot<F>(shared, fetch) + slot * F::kTileBytes,
                  ScaleSlot<F>(shared, fetch) + 16 * slot * kRowFloats<F>,
                  stage % kFetchStages * 2 + step, shared.place.lane);
 }
 
-using Sums = float[kWarpTiles][2 * kGroups][4];
+using Sums = float[kWarpTiles][4 * kGroups][4];
+using A = uint32_t[kWarpTiles][8];  // fragments of one step
+using B = uint32_t[4][4];           // of one group of x rows and one step
 
-// B fragments of all n tiles for one step: of lane 4g + t, row g's columns 8t..8t+7.
-template <int kNum>
-__device__ __forceinline__ void LoadX(const Shared& shared, int stage, int step,
-                                      uint32_t (&b)[2 * kNum][4]) {
+// B fragments of a group: of lane 4g + t, row g's columns 8t..8t+7.
+__device__ __forceinline__ void LoadX(const Shared& shared, int stage, int step, int group, B& b) {
   const int g = shared.place.lane / 4, t = shared.place.lane % 4;
-  const std::byte* x = shared.x + stage % kSlots * kXStageBytes +
-                       (16 * shared.place.column() + g) * 128 +
+  const std::byte* x = shared.x + stage % kSlots * kXStageBytes + (32 * group + g) * 128 +
                        (((4 * step + t) ^ (g % 2 * 4)) * 16);
 #pragma unroll
-  for (int n = 0; n < 2 * kNum; ++n) {
-    const uint4 v = LoadWords4(x + (n / 2 * 32 + n % 2 * 8) * 128);
+  for (int n = 0; n < 4; ++n) {
+    const uint4 v = LoadWords4(x + 8 * n * 128);
     b[n][0] = v.x;
     b[n][1] = v.y;
     b[n][2] = v.z;
@@ -301,38 +324,50 @@ __device__ __forceinline__ void LoadX(const Shared& shared, int stage, int step,
   }
 }
 
-// One tile of 16 weight rows, one step. Instructions on the same sums stand as far apart as can be.
-template <int kNum>
-__device__ __forceinline__ void MultiplyTile(const uint32_t (&a)[8],
-                                             const uint32_t (&b)[2 * kNum][4],
-                                             float (&sums)[2 * kGroups][4]) {
+// One group, one step. Eight other instructions stand between two on the same sums.
+__device__ __forceinline__ void MultiplyGroup(const A& a, const B& b, int group, Sums& sums) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t rows[4] = {a[4 * half], a[4 * half + 1], a[4 * half + 2], a[4 * half + 3]};
 #pragma unroll
-    for (int n = 0; n < 2 * kNum; ++n) {
+    for (int n = 0; n < 4; ++n) {
       const uint32_t columns[2] = {b[n][2 * half], b[n][2 * half + 1]};
-      MmaBf16(sums[n], rows, columns);
+#pragma unroll
+      for (int i = 0; i < kWarpTiles; ++i) {
+        const uint32_t rows[4] = {a[i][4 * half], a[i][4 * half + 1], a[i][4 * half + 2],
+                                  a[i][4 * half + 3]};
+        MmaBf16(sums[i][4 * group + n], rows, columns);
+      }
     }
   }
 }
 
-// One step of a stage, for the first kNum groups of x rows. `a` holds the fragments of the step's
-// first tile, then those of the next step's: while the tensor cores work on one tile, the next
-// one's are made. `b`: of this step, then, unless it is the stage's last, of the next.
+// One step of a stage, for the first kNum groups of x rows. a[kStep] holds its fragments; those of
+// the step after it are made meanwhile. b: two groups in turn, the first of this step is there.
 template <typename F, int kNum, int kStep>
-__device__ __forceinline__ void MultiplyStep(const Shared& shared, int stage, uint32_t (&a)[2][8],
-                                             uint32_t (&b)[2 * kNum][4], Sums& sums) {
+__device__ __forceinline__ void MultiplyStep(const Shared& shared, int stage, A (&a)[2], B (&b)[2],
+                                             Sums& sums) {
 #pragma unroll
-  for (int i = 0; i < kWarpTiles; ++i) {
-    const bool last = i + 1 == kWarpTiles;
-    const auto raw = last ? LoadRaw<F>(shared, stage + kStep, 1 - kStep, 0)
-                          : LoadRaw<F>(shared, stage, kStep, i + 1);
-    MultiplyTile<kNum>(a[i % 2], b, sums[i]);
+  for (int group = 0; group < kNum; ++group) {
+    const int turn = kStep * kNum + group;
+    if (group + 1 < kNum) {
+      LoadX(shared, stage, kStep, group + 1, b[(turn + 1) % 2]);
+    } else {
+      LoadX(shared, stage + kStep, 1 - kStep, 0, b[(turn + 1) % 2]);
+    }
+    typename F::Raw raw[kWarpTiles];
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      if (i * kNum / kWarpTiles == group) {
+        raw[i] = LoadRaw<F>(shared, stage + kStep, 1 - kStep, i);
+      }
+    }
+    MultiplyGroup(a[kStep], b[turn % 2], group, sums);
+#pragma unroll
+    for (int i = 0; i < kWarpTiles; ++i) {
+      if (i * kNum / kWarpTiles == group) F::Fragments(raw[i], shared.tables, a[1 - kStep][i]);
+    }
     // Keeps the compiler from loading further ahead than there are registers for.
     __syncwarp();
-    if (last && kStep == 0) LoadX<kNum>(shared, stage, 1, b);
-    F::Fragments(raw, shared.tables, a[(i + 1) % 2]);
   }
 }
 
@@ -344,23 +379,25 @@ __device__ __forceinline__ void Prologue(Loader& loader, const Shared& shared) {
   }
 }
 
-template <typename F>
-constexpr int kPending = F::kFetchCols == 128 ? kSlots - 2 : kSlots - 3;
+// At the start of stage s, x and weights of stage s + 1 must be there too, for their first
+// fragments are loaded and made at the end of stage s. Group s of copies brings x of stage s; with
+// 128 columns a fetch, group s (even) brings fetch s / 2 + 1, whose scales are made in stage s and
+// read from the end of stage s + 1 on; with 64, group s brings fetch s.
+constexpr int kPending = kSlots - 3;
 
-// The next stage's first fragments are made at a stage's end: weights must be there one stage
-// before x. With 128 columns a fetch, group s (even) brings fetch s / 2 + 1, whose scales are made
-// in stage s and read from the end of stage s + 1 on. With 64, group s brings fetch s, so one group
-// more must have come.
 template <typename F, int kNum>
 __device__ __forceinline__ void MultiplyStages(Loader& loader, const Shared& shared, Sums& sums) {
-  uint32_t a[2][8];
-  F::Fragments(LoadRaw<F>(shared, 0, 0, 0), shared.tables, a[0]);
+  A a[2];
+  B b[2];
+#pragma unroll
+  for (int i = 0; i < kWarpTiles; ++i) {
+    F::Fragments(LoadRaw<F>(shared, 0, 0, i), shared.tables, a[0][i]);
+  }
+  LoadX(shared, 0, 0, 0, b[0]);
 #pragma unroll 1
   for (int stage = 0; stage < loader.stages; ++stage) {
-    CopyAsyncWait<kPending<F>>();
+    CopyAsyncWait<kPending>();
     __syncthreads();
-    uint32_t b[2 * kNum][4];
-    LoadX<kNum>(shared, stage, 0, b);
     MultiplyStep<F, kNum, 0>(shared, stage, a, b, sums);
     // In mid-stage, when the other warps keep the tensor cores busy.
     IssueStage<F>(loader, shared, stage + kSlots - 1, kNum);
@@ -376,7 +413,7 @@ __device__ __forceinline__ void MultiplyStages(Loader& loader, const Shared& sha
 // fewer; groups without rows then cost time, but change nothing.
 template <typename F>
 __device__ __forceinline__ void Multiply(Loader& loader, const Shared& shared, Sums& sums) {
-  CopyAsyncWait<kPending<F>>();
+  CopyAsyncWait<kPending>();
   __syncthreads();
   if constexpr (F::kScaleFloats > 0) {
     MakeScales<F>(shared, 0);
@@ -455,11 +492,10 @@ __device__ __forceinline__ void MultiplyTileAt(const Args& args, const Shared& s
 template <typename Put>
 __device__ __forceinline__ void ForEachX(const Shared& shared, const Tile& tile, const Put& put) {
 #pragma unroll
-  for (int n = 0; n < 2 * kGroups; ++n) {
+  for (int n = 0; n < 4 * kGroups; ++n) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
-      const int x =
-          n / 2 * 32 + 16 * shared.place.column() + n % 2 * 8 + 2 * (shared.place.lane % 4) + odd;
+      const int x = 8 * n + 2 * (shared.place.lane % 4) + odd;
       if (x < tile.num_x) put(x, n, odd);
     }
   }
@@ -468,7 +504,7 @@ __device__ __forceinline__ void ForEachX(const Shared& shared, const Tile& tile,
 __device__ __forceinline__ void StorePlain(const Shared& shared, const Tile& tile,
                                            const Sums& sums) {
   const Job& job = *tile.job;
-  const int row = tile.row0 + shared.place.row() * (16 * kWarpTiles) + shared.place.lane / 4;
+  const int row = tile.row0 + shared.place.warp * (16 * kWarpTiles) + shared.place.lane / 4;
   const int rows_left = job.rows - row;
   const auto for_each_row = [&](int n, int odd, const auto& put) {
 #pragma unroll
@@ -504,11 +540,11 @@ __device__ __forceinline__ float SwiGlu(float gate, float up, float limit, float
 __device__ __forceinline__ void StoreSwiGlu(const Args& args, const Shared& shared,
                                             const Tile& tile, const Sums& sums) {
   const Job& job = *tile.job;
-  // Columns of `out` for the thread's four rows; -1 past the last.
-  int columns[4];
+  // Columns of `out` for the thread's two rows; -1 past the last.
+  int columns[2];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int r = tile.row0 + shared.place.row() * 32 + 8 * i + shared.place.lane / 4;
+  for (int i = 0; i < 2; ++i) {
+    const int r = tile.row0 + shared.place.warp * 16 + 8 * i + shared.place.lane / 4;
     columns[i] =
         r < job.rows ? r / job.out_lane_cols * job.out_lane_stride + r % job.out_lane_cols : -1;
   }
@@ -516,9 +552,9 @@ __device__ __forceinline__ void StoreSwiGlu(const Args& args, const Shared& shar
     const float weight = tile.routed ? args.pair_weight[args.pairs[tile.x0 + x]] : 1.0f;
     uint16_t* out = job.out + (tile.x0 + x) * job.out_stride;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int c = odd + i % 2 * 2;
-      const float value = SwiGlu(sums[i / 2][n][c], sums[i / 2 + 2][n][c], job.limit, weight);
+    for (int i = 0; i < 2; ++i) {
+      const int c = odd + i * 2;
+      const float value = SwiGlu(sums[0][n][c], sums[1][n][c], job.limit, weight);
       if (columns[i] >= 0) out[columns[i]] = FloatToBf16(value);
     }
   });
@@ -538,10 +574,11 @@ __device__ Shared MakeShared(std::byte* memory, const Args& args) {
   const int thread = static_cast<int>(threadIdx.x);
   shared.place = {thread % 32, thread / 32};
   shared.x = memory;
-  shared.offsets = reinterpret_cast<Offsets*>(memory + kXBytes) + threadIdx.x;
-  shared.weights = memory + kXBytes + kThreads * sizeof(Offsets);
-  const uint32_t* tables = reinterpret_cast<const uint32_t*>(memory + args.tables_at);
-  shared.tables = {tables, tables + 256};
+  shared.offsets = reinterpret_cast<XOffsets*>(memory + kXBytes) + thread;
+  shared.source =
+      reinterpret_cast<WarpSource*>(memory + kXBytes + kThreads * sizeof(XOffsets)) + thread / 32;
+  shared.weights = memory + kXBytes + kOffsetBytes;
+  if (args.uses_iq2) shared.tables = LaneTables(args, memory + args.tables_at);
   shared.expert_tiles = reinterpret_cast<int*>(memory + args.experts_at);
   return shared;
 }
@@ -550,7 +587,7 @@ __global__ void __launch_bounds__(kThreads, 1) GemmKernel(const __grid_constant_
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
   Shared shared = MakeShared(memory, args);
-  if (args.uses_iq2) MakeTables(args, shared);
+  if (args.uses_iq2) MakeTables(args, memory + args.tables_at);
   GridDependencyWait();
   int num_tiles = args.num_tiles;
   if (args.num_experts > 0) {
@@ -563,7 +600,7 @@ __global__ void __launch_bounds__(kThreads, 1) GemmKernel(const __grid_constant_
     // Else the compiler keeps the addresses of all formats in registers over all tiles.
     shared.place.lane = __shfl_sync(kFullMask, shared.place.lane, shared.place.lane);
     shared.place.warp = __shfl_sync(kFullMask, shared.place.warp, shared.place.lane);
-    float sums[kWarpTiles][2 * kGroups][4] = {};
+    Sums sums = {};
     MultiplyTileAt(args, shared, index, loader, sums);
     __syncthreads();
     const int done = index;
@@ -572,6 +609,12 @@ __global__ void __launch_bounds__(kThreads, 1) GemmKernel(const __grid_constant_
     if (index < num_tiles) loader = Start(args, shared, index);
     Store(args, shared, TileAt(args, shared, done), sums);
   }
+}
+
+// Dynamic shared memory that a block may ask for beside its static part.
+constexpr int kMaxSharedBytes = 227 * 1024 - kThreads * 4;
+int TableBytes(int grid_copies, int sign_copies) {
+  return 256 * 8 * grid_copies + 128 * 4 * sign_copies;
 }
 
 template <typename F>
@@ -637,10 +680,15 @@ void LaunchTiles(const LaunchContext& launch, Args& args) {
     if (j < args.num_jobs) args.num_tiles += job.row_blocks * job.x_blocks;
   }
   if (args.uses_iq2) std::copy(kIq2XxsCodes.begin(), kIq2XxsCodes.end(), args.iq2_codes);
-  args.tables_at = kXBytes + kThreads * static_cast<int>(sizeof(Offsets)) + weight_bytes;
-  args.experts_at = args.tables_at + (args.uses_iq2 ? 384 * 4 : 0);
-  const int shared_bytes =
-      args.experts_at + (args.num_experts > 0 ? (args.num_experts + 1) * 4 : 0);
+  args.tables_at = kXBytes + kOffsetBytes + weight_bytes;
+  const int expert_bytes = args.num_experts > 0 ? (args.num_experts + 1) * 4 : 0;
+  // A copy for each bank, where they fit.
+  const bool copies = args.tables_at + TableBytes(16, 32) + expert_bytes <= kMaxSharedBytes;
+  args.grid_copies = copies ? 16 : 1;
+  args.sign_copies = copies ? 32 : 1;
+  args.experts_at =
+      args.tables_at + (args.uses_iq2 ? TableBytes(args.grid_copies, args.sign_copies) : 0);
+  const int shared_bytes = args.experts_at + expert_bytes;
   // The routed job's tiles are counted on the device: blocks without one leave at once.
   const int blocks =
       args.num_experts > 0 ? launch.num_sms : std::min(launch.num_sms, args.num_tiles);

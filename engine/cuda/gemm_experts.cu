@@ -99,6 +99,9 @@ void LaunchExpertsUpGemm(const LaunchContext& launch, const ExpertsUp& job, cons
     args.jobs[args.num_jobs++] = SwiGluJob(job.shared_gate, job.shared_up, job.x, job.lane_cols,
                                            job.shared_limit, job.shared_out);
     PadLanes(launch, job.shared_out, job.x.rows, job.lane_cols);
+    // On its own: beside its wide fetches, shared memory has no room for copies of tables.
+    gemm::LaunchTiles(launch, args);
+    args = gemm::Args();
   }
   AddRoutedJob(SwiGluJob(job.gate, job.up, job.x, job.lane_cols, job.limit, job.out), routing,
                static_cast<int>(job.gate.count), used, args);

@@ -11,7 +11,8 @@
 //   Fragments          that as a[0..3] for columns 8t..8t+3 and a[4..7] for 8t+4..+7 of each lane's
 //                      octet (rows g and g + 8), the permutation of K that lets both operands be
 //                      read in runs of 16 bytes
-// A weight is computed in float32 (exactly, before the rounding to bf16, for the formats without a
+// Formats of few values (2 bits) pick them, rounded to bf16 once a scale, by byte permutations. Else
+// a weight is computed in float32 (exactly, before the rounding to bf16, for the formats without a
 // minimum) and rounded once.
 #pragma once
 
@@ -26,8 +27,13 @@ inline constexpr int kScaleStride = 16 * kBlockTiles + 8;
 
 // What the formats find in shared memory beside the weights.
 struct Tables {
-  const uint32_t* iq2_grid = nullptr;   // [256] eight nibbles: which of {8, 25, 43}
-  const uint32_t* iq2_signs = nullptr;  // [128] eight nibbles: 4 where the sign is minus
+  // Entry i at i * grid_step: for each of eight magnitudes m[code], the two bytes of a bf16, as
+  // selectors of __byte_perm: byte j picks bytes 2 code and 2 code + 1.
+  const std::byte* iq2_grid = nullptr;
+  // Entry i at i * sign_step: eight bits, 1 where the sign is minus.
+  const std::byte* iq2_signs = nullptr;
+  uint32_t grid_step = 0;
+  uint32_t sign_step = 0;
 };
 
 __device__ __forceinline__ uint32_t LoadWord(const std::byte* at) {
@@ -69,6 +75,11 @@ __device__ __forceinline__ uint32_t CodePair(uint32_t word, float2 scale) {
 // (ds, offset) so that fmaf(128 + code, ds, offset) = ds * code - dm.
 __device__ __forceinline__ float2 CodeScale(float ds, float dm) {
   return make_float2(ds, fmaf(-128.0f, ds, -dm));
+}
+
+// Two bf16 of a table of four, picked by the lower half of `selectors`.
+__device__ __forceinline__ uint32_t PickPair(uint2 table, uint32_t selectors) {
+  return __byte_perm(table.x, table.y, selectors);
 }
 
 // Scales of one value a row and step: [step][row]; t says which of a fetch's four steps.
@@ -227,41 +238,54 @@ struct Q2_K {
   static constexpr int kChunkBytes = 1344, kFetchCols = 128, kMainBytes = 512, kHeaderBytes = 320;
   static constexpr bool kForExperts = true;
   static constexpr int kTileBytes = kMainBytes + kHeaderBytes;
-  static constexpr int kScaleFloats = 16;  // (ds, offset) of eight sub-blocks
+  static constexpr int kScaleFloats = 16;  // the four values of eight sub-blocks, as bf16
   __device__ static int HeaderAt(int) { return 1024; }
 
+  // ds * code - dm for codes 0 to 3.
+  __device__ __forceinline__ static uint2 Values(float ds, float dm) {
+    return make_uint2(FloatsToBf162(-dm, ds - dm),
+                      FloatsToBf162(fmaf(2.0f, ds, -dm), fmaf(3.0f, ds, -dm)));
+  }
   __device__ __forceinline__ static void RowScales(const std::byte* header, int part, int t,
-                                                   int row, float2* at) {
+                                                   int row, uint2* at) {
     const float2 d = Half2ToFloat2(LoadWord(header + 256 + 4 * row));
     const uint32_t both = LoadHalfWord(header + 16 * row + 8 * part + 2 * t);
-    at[0] =
-        CodeScale(d.x * static_cast<float>(both & 15), d.y * static_cast<float>(both >> 4 & 15));
+    at[0] = Values(d.x * static_cast<float>(both & 15), d.y * static_cast<float>(both >> 4 & 15));
     at[kScaleStride] =
-        CodeScale(d.x * static_cast<float>(both >> 8 & 15), d.y * static_cast<float>(both >> 12));
+        Values(d.x * static_cast<float>(both >> 8 & 15), d.y * static_cast<float>(both >> 12));
   }
   __device__ __forceinline__ static void MakeScales(const std::byte* tile, int part, int lane,
                                                     float* scales) {
     const int g = lane / 4, t = lane % 4;
-    float2* at = reinterpret_cast<float2*>(scales) + 2 * t * kScaleStride + g;
+    uint2* at = reinterpret_cast<uint2*>(scales) + 2 * t * kScaleStride + g;
     RowScales(tile + kMainBytes, part, t, g, at);
     RowScales(tile + kMainBytes, part, t, g + 8, at + 8);
   }
   struct Raw {
     uint32_t w;
-    float2 scale, scale8;  // of rows g and g + 8
+    uint2 values, values8;  // of rows g and g + 8
   };
   __device__ __forceinline__ static Raw Load(const std::byte* tile, const float* scales, int step,
                                              int lane) {
     // Columns 8t..8t+7 lie in sub-block t / 2 of the step.
-    const float2* scale = reinterpret_cast<const float2*>(scales) +
+    const uint2* values = reinterpret_cast<const uint2*>(scales) +
                           (2 * step + lane % 4 / 2) * kScaleStride + lane / 4;
-    return {LoadWord(tile + 16 * lane + 4 * step), scale[0], scale[8]};
+    return {LoadWord(tile + 16 * lane + 4 * step), values[0], values[8]};
   }
   __device__ __forceinline__ static void Fragments(const Raw& raw, const Tables&,
                                                    uint32_t (&a)[8]) {
     const uint32_t w = raw.w;
-    Q4_K::Octet(w & 0x03030303u, w >> 2 & 0x03030303u, raw.scale, a[0], a[2], a[4], a[6]);
-    Q4_K::Octet(w >> 4 & 0x03030303u, w >> 6 & 0x03030303u, raw.scale8, a[1], a[3], a[5], a[7]);
+    Quad(w & 0x03030303u, raw.values, a[0], a[2]);
+    Quad(w >> 2 & 0x03030303u, raw.values, a[4], a[6]);
+    Quad(w >> 4 & 0x03030303u, raw.values8, a[1], a[3]);
+    Quad(w >> 6 & 0x03030303u, raw.values8, a[5], a[7]);
+  }
+  // Four codes of one row; code c picks bytes 2c and 2c + 1.
+  __device__ __forceinline__ static void Quad(uint32_t codes, uint2 values, uint32_t& a0,
+                                              uint32_t& a1) {
+    const uint32_t selectors = codes * 0x22u + 0x10101010u;
+    a0 = PickPair(values, selectors);
+    a1 = PickPair(values, selectors >> 16);
   }
 };
 
@@ -269,7 +293,7 @@ struct Iq2Xxs {
   static constexpr int kChunkBytes = 1056, kFetchCols = 128, kMainBytes = 512, kHeaderBytes = 32;
   static constexpr bool kForExperts = true;
   static constexpr int kTileBytes = kMainBytes + kHeaderBytes;
-  static constexpr int kScaleFloats = 4;
+  static constexpr int kScaleFloats = 8;  // the three magnitudes, as bf16
   __device__ static int HeaderAt(int) { return 1024; }
 
   __device__ __forceinline__ static float Scale(uint32_t d, uint32_t code) {
@@ -283,31 +307,40 @@ struct Iq2Xxs {
     const uint32_t codes =
         (w.x & kBits) >> 3 | (w.y & kBits) >> 2 | (w.z & kBits) >> 1 | (w.w & kBits);
     const std::byte* d = tile + kMainBytes + 2 * (lane / 4);
-    StoreScales(scales, lane, Scale(LoadHalfWord(d), codes >> 12 & 15),
-                Scale(LoadHalfWord(d + 16), codes >> 28));
+    uint2* at = reinterpret_cast<uint2*>(scales) + (lane % 4) * kScaleStride + lane / 4;
+    at[0] = Magnitudes(Scale(LoadHalfWord(d), codes >> 12 & 15));
+    at[8] = Magnitudes(Scale(LoadHalfWord(d + 16), codes >> 28));
+  }
+  __device__ __forceinline__ static uint2 Magnitudes(float ds) {
+    return make_uint2(FloatsToBf162(8.0f * ds, 25.0f * ds), FloatsToBf162(43.0f * ds, 0.0f));
   }
   struct Raw {
     uint32_t w;
-    float scale, scale8;  // of rows g and g + 8
+    uint2 values, values8;  // of rows g and g + 8
   };
   __device__ __forceinline__ static Raw Load(const std::byte* tile, const float* scales, int step,
                                              int lane) {
-    const float* scale = scales + step * kScaleStride + lane / 4;
-    return {LoadWord(tile + 16 * lane + 4 * step), scale[0], scale[8]};
+    const uint2* values = reinterpret_cast<const uint2*>(scales) + step * kScaleStride + lane / 4;
+    return {LoadWord(tile + 16 * lane + 4 * step), values[0], values[8]};
   }
   __device__ __forceinline__ static void Fragments(const Raw& raw, const Tables& tables,
                                                    uint32_t (&a)[8]) {
-    Octet(raw.w, raw.scale, tables, a[0], a[2], a[4], a[6]);
-    Octet(raw.w >> 16, raw.scale8, tables, a[1], a[3], a[5], a[7]);
+    Octet(raw.w & 255, raw.w >> 8 & 127, raw.values, tables, a[0], a[2], a[4], a[6]);
+    Octet(raw.w >> 16 & 255, raw.w >> 24 & 127, raw.values8, tables, a[1], a[3], a[5], a[7]);
   }
-  __device__ __forceinline__ static void Octet(uint32_t half, float ds, const Tables& tables,
-                                               uint32_t& a0, uint32_t& a1, uint32_t& a2,
-                                               uint32_t& a3) {
-    const uint32_t pick = tables.iq2_grid[half & 255] | tables.iq2_signs[half >> 8 & 127];
-    // 128 plus 8, 25, 43, -, -8, -25, -43.
-    const uint32_t low = __byte_perm(0x00ab9988u, 0x00556778u, pick & 0x7777u);
-    const uint32_t high = __byte_perm(0x00ab9988u, 0x00556778u, pick >> 16);
-    Q8_0::Octet(low, high, ds, a0, a1, a2, a3);
+  __device__ __forceinline__ static void Octet(uint32_t index, uint32_t code, uint2 values,
+                                               const Tables& tables, uint32_t& a0, uint32_t& a1,
+                                               uint32_t& a2, uint32_t& a3) {
+    const uint2 picks = LoadWords2(tables.iq2_grid + index * tables.grid_step);
+    const uint32_t minus = LoadWord(tables.iq2_signs + code * tables.sign_step);
+    // The factors bring two neighbouring bits of `minus` to the signs of a pair.
+    a0 = Signed(PickPair(values, picks.x), minus * 0x40008000u);
+    a1 = Signed(PickPair(values, picks.x >> 16), minus * 0x10002000u);
+    a2 = Signed(PickPair(values, picks.y), minus * 0x04000800u);
+    a3 = Signed(PickPair(values, picks.y >> 16), minus * 0x01000200u);
+  }
+  __device__ __forceinline__ static uint32_t Signed(uint32_t magnitudes, uint32_t minus) {
+    return magnitudes ^ (minus & 0x80008000u);
   }
 };
 
