@@ -3,6 +3,7 @@
 
 #include "engine/cuda/activation.h"
 #include "engine/cuda/cache.h"
+#include "engine/cuda/hyper_connection.h"
 #include "engine/cuda/launch.h"
 
 namespace ds4::cuda {
@@ -49,6 +50,12 @@ struct StoreKeys {
 void LaunchStoreKeys(const LaunchContext& launch, const AttentionParams& params,
                      const StepRows& step, int rows, const RopeView& rope, const StoreKeys& in,
                      const LayerCache& cache);
+
+// LaunchStoreKeys and a LaunchRmsNorm of as many rows in one launch; neither reads what the other
+// writes.
+void LaunchNormAndStore(const LaunchContext& launch, const AttentionParams& params,
+                        const StepRows& step, int rows, const RopeView& rope, const StoreKeys& in,
+                        const LayerCache& cache, const RowNorm& norm);
 
 // The indexer's choice. index_q: [rows][index_heads * index_dim] projections, not rotated yet;
 // head_weights: [rows][index_heads]. picks: [rows][index_top_k] compressed row ids, rising; count:

@@ -11,7 +11,7 @@
 
 #include "engine/base/check.h"
 #include "engine/cuda/hyper_connection.h"
-#include "engine/cuda/quantize.cuh"
+#include "engine/cuda/row_forms.cuh"
 #include "engine/cuda/simt.h"
 
 namespace ds4::cuda {
@@ -32,9 +32,6 @@ static_assert(kPartCols == kWarpSize && kPartValues == 8 * kHalfWarp);
 static_assert(kMixesOfHalf * (kPartThreads / kHalfWarp) == kMaxMixes);
 constexpr int kPartialWarps = 16;  // that add partials in HcPre
 constexpr int kPartialsAhead = 8;  // of each warp, in flight at once
-constexpr int kThreadCols = 8;    // columns of a thread in row operations
-constexpr int kMaxRowThreads = 1024;
-constexpr int kMaxRowCols = kThreadCols * kMaxRowThreads;
 
 struct HcShape {
   int streams = 0;
@@ -407,92 +404,6 @@ __global__ void __launch_bounds__(kPartThreads)
 
 // ---- Rows: eight columns a thread ----
 
-__device__ __forceinline__ uint32_t MagnitudeBits(float value) {
-  return __float_as_uint(value) & 0x7fffffffu;
-}
-
-// The int8 form of columns c..c+7 of row t: QuantizeBlock32's rule with four lanes a block.
-__device__ __forceinline__ void StoreQuantized(const ActivationView& out, int t, int c,
-                                               const float (&v)[kThreadCols]) {
-  uint32_t magnitude = 0;
-#pragma unroll
-  for (int i = 0; i < kThreadCols; ++i) magnitude = max(magnitude, MagnitudeBits(v[i]));
-  magnitude = max(magnitude, __shfl_xor_sync(kFullMask, magnitude, 1));
-  magnitude = max(magnitude, __shfl_xor_sync(kFullMask, magnitude, 2));
-  const float amax = __uint_as_float(magnitude);
-  const bool zeros = amax < kTinyAmax;
-  const float scale = zeros ? 0.0f : amax / 127.0f, inverse = 127.0f / amax;
-  uint32_t words[2] = {0, 0};
-  int sum = 0;
-#pragma unroll
-  for (int i = 0; i < kThreadCols; ++i) {
-    const float rounded = zeros ? 0.0f : rintf(v[i] * inverse);
-    const int q = static_cast<int>(fminf(fmaxf(rounded, -127.0f), 127.0f));
-    sum += q;
-    words[i / 4] |= static_cast<uint32_t>(q & 0xff) << (8 * (i % 4));
-  }
-  sum += __shfl_xor_sync(kFullMask, sum, 1);
-  const int64_t tiles = TilesOf(out), block = c / 32;
-  const int part = c / kThreadCols % 4;
-  *reinterpret_cast<uint2*>(out.q + (block * tiles + t / 8) * 32 + 4 * (t % 8) + part) =
-      make_uint2(words[0], words[1]);
-  if (part == 0) out.scale[block * tiles * 8 + t] = scale;
-  if (out.sums != nullptr && part % 2 == 0) {
-    out.sums[c / 16 * tiles * 8 + t] = scale * static_cast<float>(sum);
-  }
-}
-
-// Columns c..c+7 (c: a multiple of 8) of row t in all forms that `out` has. Whole warps, lanes in
-// the order of columns: four lanes share a block of 32.
-__device__ __forceinline__ void StoreForms(const ActivationView& out, int t, int c,
-                                           const float (&v)[kThreadCols]) {
-  const int64_t at = static_cast<int64_t>(t) * out.cols + c;
-  if (out.f32 != nullptr) {
-    float4* to = reinterpret_cast<float4*>(out.f32 + at);
-    to[0] = make_float4(v[0], v[1], v[2], v[3]);
-    to[1] = make_float4(v[4], v[5], v[6], v[7]);
-  }
-  if (out.bf16 != nullptr) {
-    *reinterpret_cast<uint4*>(out.bf16 + at) =
-        make_uint4(FloatsToBf162(v[0], v[1]), FloatsToBf162(v[2], v[3]), FloatsToBf162(v[4], v[5]),
-                   FloatsToBf162(v[6], v[7]));
-  }
-  if (out.q != nullptr) StoreQuantized(out, t, c, v);
-}
-
-// Columns [c, c + 8) of a row of `cols`, zeros past its end; `vectors`: 16-byte loads fit.
-__device__ __forceinline__ void LoadColumns(const float* row, int c, int cols, bool vectors,
-                                            float (&v)[kThreadCols]) {
-  if (vectors && c + kThreadCols <= cols) {
-    const float4 lo = *reinterpret_cast<const float4*>(row + c);
-    const float4 hi = *reinterpret_cast<const float4*>(row + c + 4);
-    v[0] = lo.x, v[1] = lo.y, v[2] = lo.z, v[3] = lo.w;
-    v[4] = hi.x, v[5] = hi.y, v[6] = hi.z, v[7] = hi.w;
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kThreadCols; ++i) v[i] = c + i < cols ? row[c + i] : 0.0f;
-}
-
-__device__ __forceinline__ float SumOfSquares(const float (&v)[kThreadCols]) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kThreadCols; ++i) sum = fmaf(v[i], v[i], sum);
-  return sum;
-}
-
-// The sum of one value of each of the block's first `num_warps` warps; every thread gets it.
-__device__ __forceinline__ float SumOfWarps(const float* of_warp, int num_warps) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  return WarpSum(lane < num_warps ? of_warp[lane] : 0.0f);
-}
-
-__device__ __forceinline__ void ScaleColumns(float factor, const float (&weight)[kThreadCols],
-                                             float (&v)[kThreadCols]) {
-#pragma unroll
-  for (int i = 0; i < kThreadCols; ++i) v[i] = v[i] * factor * weight[i];
-}
-
 __device__ __forceinline__ float Logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // scale[i] / denominator: factors of rows or columns of a matrix, so that no step needs a division.
@@ -724,25 +635,10 @@ __global__ void __launch_bounds__(kMaxRowThreads)
   }
 }
 
-__global__ void __launch_bounds__(kMaxRowThreads)
-    RmsNormKernel(const float* x, int64_t stride, int cols, bool vectors, const float* weight,
-                  float eps, ActivationView out) {
+__global__ void __launch_bounds__(kMaxRowThreads) RmsNormKernel(RowNorm norm, bool vectors) {
   __shared__ float squares[kMaxRowThreads / kWarpSize];
   LaunchDependents();
-  const int t = static_cast<int>(blockIdx.x);
-  const int c = static_cast<int>(threadIdx.x) * kThreadCols;
-  float w[kThreadCols], v[kThreadCols];
-#pragma unroll
-  for (int i = 0; i < kThreadCols; ++i) w[i] = 1.0f;
-  if (weight != nullptr) LoadColumns(weight, c, cols, false, w);
-  GridDependencyWait();
-  LoadColumns(x + t * stride, c, cols, vectors, v);
-  const float square = WarpSum(SumOfSquares(v));
-  if (threadIdx.x % kWarpSize == 0) squares[threadIdx.x / kWarpSize] = square;
-  __syncthreads();
-  const float sum = SumOfWarps(squares, static_cast<int>(blockDim.x) / kWarpSize);
-  ScaleColumns(1.0f / sqrtf(sum / static_cast<float>(cols) + eps), w, v);
-  StoreForms(out, t, c, v);
+  NormRow(norm, static_cast<int>(blockIdx.x), vectors, squares);
 }
 
 constexpr int kFormThreads = 256;
@@ -838,13 +734,6 @@ RootProgram ProgramOf(const RootSet& roots) {
   return program;
 }
 
-// Threads of a row kernel over `cols` columns, eight a thread.
-unsigned RowThreads(int64_t cols) {
-  CHECK(cols % kColumnGrain == 0 && cols <= kMaxRowCols)
-      << cols << " columns, must be a multiple of " << kColumnGrain << " up to " << kMaxRowCols;
-  return static_cast<unsigned>(cols / kThreadCols);
-}
-
 // Threads with columns in HcPre: enough for the row, and for the warps that add partials.
 unsigned HcWorkers(const HcShape& shape, const ActivationView& out) {
   CHECK(out.cols >= shape.dim) << out.cols << " columns for a hidden_dim of " << shape.dim;
@@ -856,10 +745,6 @@ void CheckNorm(const float* norm_weight) {
 }
 
 size_t WeightBytes(const HcShape& shape) { return static_cast<size_t>(shape.dim) * sizeof(float); }
-
-bool VectorsFit(const float* x, int64_t stride, int cols) {
-  return reinterpret_cast<uintptr_t>(x) % 16 == 0 && stride % 4 == 0 && cols % 4 == 0;
-}
 
 }  // namespace
 
@@ -918,8 +803,9 @@ void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,
 void LaunchRmsNorm(const LaunchContext& launch, const float* x, int64_t stride, int rows, int cols,
                    const float* weight, float eps, const ActivationView& out) {
   CHECK(cols >= 1 && cols <= out.cols) << cols << " columns into " << out.cols;
-  Launch(launch, static_cast<unsigned>(rows), RowThreads(out.cols), 0, RmsNormKernel, x, stride,
-         cols, VectorsFit(x, stride, cols), weight, eps, out);
+  const RowNorm norm = {x, stride, cols, weight, eps, out};
+  Launch(launch, static_cast<unsigned>(rows), RowThreads(out.cols), 0, RmsNormKernel, norm,
+         VectorsFit(x, stride, cols));
 }
 
 void LaunchFormActivation(const LaunchContext& launch, const float* x, int64_t stride, int rows,

@@ -81,6 +81,14 @@ void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,
 
 // out = weight * R(x), x: [rows][stride], `cols` values (weight may be null), in the forms of `out`
 // at columns 0..cols-1; padding columns get zeros. out.cols up to 8192.
+struct RowNorm {
+  const float* x = nullptr;
+  int64_t stride = 0;
+  int cols = 0;
+  const float* weight = nullptr;
+  float eps = 0;
+  ActivationView out;
+};
 void LaunchRmsNorm(const LaunchContext& launch, const float* x, int64_t stride, int rows, int cols,
                    const float* weight, float eps, const ActivationView& out);
 

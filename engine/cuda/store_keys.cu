@@ -1,12 +1,14 @@
 // Keys and pending compressor inputs into the caches, and the compressed rows that they complete.
 //
-// One launch: a block for each row and each of (window, main compressor, indexer's compressor). A
-// block that pools a window takes what this batch brings from the projections and only older
-// positions from the pending ring, so no block waits for another.
+// One launch: a block for each row and each of (window, main compressor, indexer's compressor), and
+// one for a norm that needs no more than they do. A block that pools a window takes what this batch
+// brings from the projections and only older positions from the pending ring, so no block waits for
+// another.
 #include <algorithm>
 
 #include "engine/base/check.h"
 #include "engine/cuda/attention.cuh"
+#include "engine/cuda/row_forms.cuh"
 
 namespace ds4::cuda {
 namespace {
@@ -34,6 +36,9 @@ struct Args {
   const float* kv_norm = nullptr;
   LayerCache cache;
   Part parts[2];
+  int num_parts = 0;  // window and compressors
+  RowNorm norm;       // of blocks behind the parts
+  bool norm_vectors = false;
 };
 
 __device__ float BlockSum(float value) {
@@ -66,38 +71,39 @@ __device__ Channels OwnChannels(const float* norm, int dim) {
   return own;
 }
 
-// The block's vector of `dim` channels, a pair in each thread: norm, rotation of the last channels,
-// into the cache. `turn` gives (cos, sin) of a pair.
-template <typename Turn>
+// The block's vector of `dim` channels, a pair in each thread: norm, rotation of the last channels
+// by `angle` (cos, sin), into the cache.
 __device__ void NormRotateStore(float2 x, int dim, const Channels& own,
-                                const AttentionParams& params, const Turn& turn, void* cache,
+                                const AttentionParams& params, float2 angle, void* cache,
                                 int64_t row) {
   const float total = BlockSum(fmaf(x.x, x.x, x.y * x.y));
   if (own.first >= dim) return;
   const float factor = 1.0f / sqrtf(total / static_cast<float>(dim) + params.norm_eps);
   x = make_float2(x.x * factor * own.weight.x, x.y * factor * own.weight.y);
-  const int first_turned = dim - params.rope_dim;
-  if (own.first >= first_turned) {
-    const float2 angle = turn((own.first - first_turned) / 2);
-    x = RotatePair(x, angle.x, angle.y);
-  }
+  if (own.first >= dim - params.rope_dim) x = RotatePair(x, angle.x, angle.y);
   StoreKvPair(cache, row * dim + own.first, params.kv_type, x);
+}
+
+// The rotary pair that this thread's channels are; negative where they do not turn.
+__device__ __forceinline__ int OwnTurn(const Channels& own, int dim, int rope_dim) {
+  const int first_turned = dim - rope_dim;
+  return own.first >= first_turned && own.first < dim ? (own.first - first_turned) / 2 : -1;
 }
 
 // Loads that need no position come before the position is known, for a shorter chain of loads.
 __device__ void StoreWindow(const Args& args, int t, const Channels& own) {
   const int dim = args.params.head_dim;
-  const int pairs = args.params.rope_dim / 2;
-  float2 x = make_float2(0.0f, 0.0f);
+  float2 x = make_float2(0.0f, 0.0f), angle = make_float2(0.0f, 0.0f);
   if (own.first < dim) x = LoadPair(args.kv + static_cast<int64_t>(t) * dim + own.first);
+  const int turn = OwnTurn(own, dim, args.params.rope_dim);
+  if (turn >= 0) {
+    const int64_t at = static_cast<int64_t>(t) * (args.params.rope_dim / 2) + turn;
+    angle = make_float2(args.rope.cos[at], args.rope.sin[at]);
+  }
   const int slot = args.step.slot[t], pos = args.step.pos[t];
   if (slot < 0) return;
-  const auto turn = [&](int i) {
-    const int64_t at = static_cast<int64_t>(t) * pairs + i;
-    return make_float2(args.rope.cos[at], args.rope.sin[at]);
-  };
   const int64_t row = static_cast<int64_t>(slot) * args.cache.ring + pos % args.cache.ring;
-  NormRotateStore(x, dim, own, args.params, turn, args.cache.window, row);
+  NormRotateStore(x, dim, own, args.params, angle, args.cache.window, row);
 }
 
 // The pairs of a row of pending values that this thread keeps: one for each half of the width.
@@ -239,13 +245,15 @@ __device__ void PoolWindow(const Args& args, const Part& part, int t, int slot, 
   const int count = pos + 1 - first;
   FindSources(args, t, slot, first, count, source);
   const float2 pooled = Pool(args, part, slot, first, count, source);
-  const auto turn = [&](int i) {
+  float2 angle = make_float2(0.0f, 0.0f);
+  const int turn = OwnTurn(own, part.cache.dim, args.params.rope_dim);
+  if (turn >= 0) {
     double sin, cos;
-    sincos(static_cast<double>(window_first) * args.rope.frequencies[i], &sin, &cos);
-    return make_float2(static_cast<float>(cos), static_cast<float>(sin));
-  };
+    sincos(static_cast<double>(window_first) * args.rope.frequencies[turn], &sin, &cos);
+    angle = make_float2(static_cast<float>(cos), static_cast<float>(sin));
+  }
   const int64_t row = static_cast<int64_t>(slot) * part.cache.max_rows + pos / ratio;
-  NormRotateStore(pooled, part.cache.dim, own, args.params, turn, part.cache.rows, row);
+  NormRotateStore(pooled, part.cache.dim, own, args.params, angle, part.cache.rows, row);
 }
 
 __device__ void StoreCompressed(const Args& args, const Part& part, int t, const Channels& own,
@@ -266,6 +274,9 @@ __global__ void __launch_bounds__(kMaxThreads) StoreKeysKernel(Args args) {
     const Channels own = OwnChannels(args.kv_norm, args.params.head_dim);
     GridDependencyWait();
     StoreWindow(args, t, own);
+  } else if (static_cast<int>(blockIdx.y) == args.num_parts) {
+    __shared__ float squares[kMaxThreads / kWarpSize];
+    NormRow(args.norm, t, args.norm_vectors, squares);
   } else {
     const Part& part = args.parts[blockIdx.y - 1];
     const Channels own = OwnChannels(part.norm, part.cache.dim);
@@ -285,23 +296,25 @@ void CheckPart(const AttentionParams& params, const Part& part) {
       << "pending ring of " << part.cache.ring << " for windows of " << params.ratio;
 }
 
-}  // namespace
-
-void LaunchStoreKeys(const LaunchContext& launch, const AttentionParams& params,
-                     const StepRows& step, int rows, const RopeView& rope, const StoreKeys& in,
-                     const LayerCache& cache) {
+Args MakeArgs(const AttentionParams& params, const StepRows& step, int rows, const RopeView& rope,
+              const StoreKeys& in, const LayerCache& cache) {
   CHECK(params.head_dim % 2 == 0 && params.head_dim <= 2 * kMaxThreads) << params.head_dim;
   CHECK(params.rope_dim % 2 == 0 && params.rope_dim <= params.head_dim) << params.rope_dim;
-  Args args{params, step, rows, rope, in.kv, in.kv_norm, cache, {}};
-  int num_parts = 1;
-  int channels = params.head_dim;
+  Args args;
+  args.params = params;
+  args.step = step;
+  args.rows = rows;
+  args.rope = rope;
+  args.kv = in.kv;
+  args.kv_norm = in.kv_norm;
+  args.cache = cache;
+  args.num_parts = 1;
   const auto add = [&](Part part) {
     CheckPart(params, part);
-    channels = std::max(channels, part.cache.dim);
     const size_t ape_bytes = sizeof(float) * params.ratio * part.cache.width;
     const bool aligned = reinterpret_cast<uintptr_t>(part.ape) % 16 == 0 && ape_bytes % 16 == 0;
     if (aligned && ape_bytes <= kMaxApePrefetch) part.ape_prefetch = ape_bytes;
-    args.parts[num_parts++ - 1] = part;
+    args.parts[args.num_parts++ - 1] = part;
   };
   if (params.ratio > 0) {
     add({in.comp_kv, in.comp_gate, in.ape, in.comp_norm, cache.compressor, 0});
@@ -309,9 +322,44 @@ void LaunchStoreKeys(const LaunchContext& launch, const AttentionParams& params,
       add({in.index_kv, in.index_gate, in.index_ape, in.index_norm, cache.indexer, 0});
     }
   }
-  const unsigned threads = (channels / 2 + 31) / 32 * 32;
-  const size_t shared_bytes = sizeof(int) * params.ratio * (params.overlap ? 2 : 1);
-  Launch(launch, dim3(rows, num_parts), dim3(threads), shared_bytes, StoreKeysKernel, args);
+  return args;
+}
+
+// `threads`: what a norm needs, or none.
+void LaunchArgs(const LaunchContext& launch, const Args& args, unsigned threads) {
+  const unsigned num_blocks = args.num_parts + (threads > 0 ? 1 : 0);
+  int channels = args.params.head_dim;
+  for (int i = 0; i + 1 < args.num_parts; ++i) {
+    channels = std::max(channels, args.parts[i].cache.dim);
+  }
+  threads = std::max(threads, static_cast<unsigned>((channels / 2 + 31) / 32 * 32));
+  const size_t shared_bytes = sizeof(int) * args.params.ratio * (args.params.overlap ? 2 : 1);
+  Launch(launch, dim3(args.rows, num_blocks), dim3(threads), shared_bytes, StoreKeysKernel, args);
+}
+
+}  // namespace
+
+void LaunchStoreKeys(const LaunchContext& launch, const AttentionParams& params,
+                     const StepRows& step, int rows, const RopeView& rope, const StoreKeys& in,
+                     const LayerCache& cache) {
+  LaunchArgs(launch, MakeArgs(params, step, rows, rope, in, cache), 0);
+}
+
+void LaunchNormAndStore(const LaunchContext& launch, const AttentionParams& params,
+                        const StepRows& step, int rows, const RopeView& rope, const StoreKeys& in,
+                        const LayerCache& cache, const RowNorm& norm) {
+  const unsigned threads = RowThreads(norm.out.cols);
+  if (threads > kMaxThreads) {
+    LaunchRmsNorm(launch, norm.x, norm.stride, rows, norm.cols, norm.weight, norm.eps, norm.out);
+    LaunchStoreKeys(launch, params, step, rows, rope, in, cache);
+    return;
+  }
+  CHECK(norm.cols >= 1 && norm.cols <= norm.out.cols)
+      << norm.cols << " columns into " << norm.out.cols;
+  Args args = MakeArgs(params, step, rows, rope, in, cache);
+  args.norm = norm;
+  args.norm_vectors = VectorsFit(norm.x, norm.stride, norm.cols);
+  LaunchArgs(launch, args, threads);
 }
 
 }  // namespace ds4::cuda

@@ -403,14 +403,6 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
   const bool choose = csa && (visible > config_.index_top_k || trace != nullptr);
   int qr_forms = FormFor(pass, w.q_b);
   if (choose) qr_forms |= FormFor(pass, w.index_q_b);
-  LaunchRmsNorm(launch_, q_low_, config_.q_lora_rank, rows, static_cast<int>(config_.q_lora_rank),
-                w.q_a_norm, config_.norm_eps, WithForms(qr_, rows, qr_forms));
-  RETURN_IF_ERROR(Mark("q_a norm", 0));
-  products = {{w.q_b, &qr_, 0, q_, nullptr, 0, 0}};
-  if (choose) products.push_back({w.index_q_b, &qr_, 0, index_q_, nullptr, 0, 0});
-  Products(pass, products, "q_b");
-  RETURN_IF_ERROR(Mark("q_b", Bytes(w.q_b) + (choose ? Bytes(w.index_q_b) : 0)));
-
   const RopeView rope = compressed ? RopeView{yarn_cos_, yarn_sin_, yarn_frequencies_}
                                    : RopeView{plain_cos_, plain_sin_, plain_frequencies_};
   StoreKeys store;
@@ -428,8 +420,18 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
     store.index_ape = w.index_compressor.ape;
     store.index_norm = w.index_compressor.norm;
   }
-  LaunchStoreKeys(launch_, params, pass.step, rows, rope, store, caches_[index]);
-  RETURN_IF_ERROR(Mark("store keys", 0));
+  const RowNorm norm = {q_low_,
+                        config_.q_lora_rank,
+                        static_cast<int>(config_.q_lora_rank),
+                        w.q_a_norm,
+                        config_.norm_eps,
+                        WithForms(qr_, rows, qr_forms)};
+  LaunchNormAndStore(launch_, params, pass.step, rows, rope, store, caches_[index], norm);
+  RETURN_IF_ERROR(Mark("q_a norm, store keys", 0));
+  products = {{w.q_b, &qr_, 0, q_, nullptr, 0, 0}};
+  if (choose) products.push_back({w.index_q_b, &qr_, 0, index_q_, nullptr, 0, 0});
+  Products(pass, products, "q_b");
+  RETURN_IF_ERROR(Mark("q_b", Bytes(w.q_b) + (choose ? Bytes(w.index_q_b) : 0)));
   if (choose) {
     LaunchIndex(launch_, params, pass.step, rows, rope, index_q_, index_weights_,
                 caches_[index].indexer, visible, index_scratch_, picks_, pick_count_);

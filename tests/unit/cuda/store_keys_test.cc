@@ -102,7 +102,8 @@ class StoreKeysTest : public testing::Test {
     return bench_.Upload(values);
   }
 
-  void Step(const std::vector<Row>& rows) {
+  // With a norm: in the launch that does both.
+  void Step(const std::vector<Row>& rows, const RowNorm* norm = nullptr) {
     StoreKeys in;
     in.kv = Gather(rows, kv_, model_.params.head_dim);
     in.kv_norm = bench_.Upload(kv_norm_);
@@ -118,9 +119,14 @@ class StoreKeysTest : public testing::Test {
       in.index_ape = bench_.Upload(index_.ape);
       in.index_norm = bench_.Upload(index_.norm);
     }
-    LaunchStoreKeys(bench_.launch, model_.params, UploadRows(bench_, rows),
-                    static_cast<int>(rows.size()), UploadRope(bench_, rows, model_.params.rope_dim),
-                    in, cache_);
+    const StepRows step = UploadRows(bench_, rows);
+    const RopeView rope = UploadRope(bench_, rows, model_.params.rope_dim);
+    const int count = static_cast<int>(rows.size());
+    if (norm == nullptr) {
+      LaunchStoreKeys(bench_.launch, model_.params, step, count, rope, in, cache_);
+    } else {
+      LaunchNormAndStore(bench_.launch, model_.params, step, count, rope, in, cache_, *norm);
+    }
     bench_.Finish();
     for (const Row& row : rows) {
       if (row.slot >= 0) length_[row.slot] = std::max(length_[row.slot], row.pos + 1);
@@ -128,8 +134,8 @@ class StoreKeysTest : public testing::Test {
   }
 
   // Steps, then compares all that the next step may read.
-  void StepAndCompare(const std::vector<Row>& rows) {
-    Step(rows);
+  void StepAndCompare(const std::vector<Row>& rows, const RowNorm* norm = nullptr) {
+    Step(rows, norm);
     CompareWindow();
     if (model_.params.ratio > 0) CompareCompressor(main_, "main");
     if (model_.params.index_dim > 0) CompareCompressor(index_, "indexer");
@@ -323,6 +329,34 @@ TEST_F(StoreKeysTest, ChunksGiveTheBitsOfSingleTokens) {
     const std::vector<float> rows = bench_.Download<float>(part->cache.rows, RowElements(*part));
     const float* chunk = rows.data() + static_cast<int64_t>(part->cache.max_rows) * part->dim;
     EXPECT_EQ(0, std::memcmp(rows.data(), chunk, sizeof(float) * 12 / 4 * part->dim));
+  }
+}
+
+// Norms of fewer and of more columns than the keys have threads, and of more than one launch takes.
+TEST_F(StoreKeysTest, ANormBesideTheKeysIsTheNormAlone) {
+  Make(SmallModel(4, true, KvType::kBF16));
+  const std::vector<Row> rows = {{0, 0}, {1, 0}, {0, 1}};
+  const int count = static_cast<int>(rows.size());
+  for (const int cols : {40, 1000, 4300}) {
+    SCOPED_TRACE(testing::Message() << cols << " columns");
+    const int64_t padded = PaddedCols(cols), stride = cols + 4;
+    RowNorm norm;
+    norm.x = bench_.Upload(Normal(random_, count * stride));
+    norm.stride = stride;
+    norm.cols = cols;
+    norm.weight = bench_.Upload(Normal(random_, cols));
+    norm.eps = 1e-6f;
+    norm.out.rows = count;
+    norm.out.cols = padded;
+    norm.out.f32 = reinterpret_cast<float*>(bench_.Allocate(4 * count * padded));
+    ActivationView alone = norm.out;
+    alone.f32 = reinterpret_cast<float*>(bench_.Allocate(4 * count * padded));
+    LaunchRmsNorm(bench_.launch, norm.x, stride, count, cols, norm.weight, norm.eps, alone);
+    StepAndCompare(rows, &norm);
+    const std::vector<float> want = bench_.Download<float>(alone.f32, count * padded);
+    const std::vector<float> have = bench_.Download<float>(norm.out.f32, count * padded);
+    EXPECT_EQ(0, std::memcmp(have.data(), want.data(), want.size() * sizeof(float)));
+    EXPECT_NE(want[0], 0.0f);
   }
 }
 

@@ -1,0 +1,130 @@
+// Rows of activations, eight columns a thread: loads, the norm over a row, and the forms of
+// activation.h. Included by .cu files only.
+#pragma once
+
+#include "engine/base/check.h"
+#include "engine/cuda/hyper_connection.h"
+#include "engine/cuda/quantize.cuh"
+
+namespace ds4::cuda {
+
+inline constexpr int kThreadCols = 8;
+inline constexpr int kMaxRowThreads = 1024;
+inline constexpr int kMaxRowCols = kThreadCols * kMaxRowThreads;
+
+__device__ __forceinline__ uint32_t MagnitudeBits(float value) {
+  return __float_as_uint(value) & 0x7fffffffu;
+}
+
+// The int8 form of columns c..c+7 of row t: QuantizeBlock32's rule with four lanes a block.
+__device__ __forceinline__ void StoreQuantized(const ActivationView& out, int t, int c,
+                                               const float (&v)[kThreadCols]) {
+  uint32_t magnitude = 0;
+#pragma unroll
+  for (int i = 0; i < kThreadCols; ++i) magnitude = max(magnitude, MagnitudeBits(v[i]));
+  magnitude = max(magnitude, __shfl_xor_sync(kFullMask, magnitude, 1));
+  magnitude = max(magnitude, __shfl_xor_sync(kFullMask, magnitude, 2));
+  const float amax = __uint_as_float(magnitude);
+  const bool zeros = amax < kTinyAmax;
+  const float scale = zeros ? 0.0f : amax / 127.0f, inverse = 127.0f / amax;
+  uint32_t words[2] = {0, 0};
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < kThreadCols; ++i) {
+    const float rounded = zeros ? 0.0f : rintf(v[i] * inverse);
+    const int q = static_cast<int>(fminf(fmaxf(rounded, -127.0f), 127.0f));
+    sum += q;
+    words[i / 4] |= static_cast<uint32_t>(q & 0xff) << (8 * (i % 4));
+  }
+  sum += __shfl_xor_sync(kFullMask, sum, 1);
+  const int64_t tiles = TilesOf(out), block = c / 32;
+  const int part = c / kThreadCols % 4;
+  *reinterpret_cast<uint2*>(out.q + (block * tiles + t / 8) * 32 + 4 * (t % 8) + part) =
+      make_uint2(words[0], words[1]);
+  if (part == 0) out.scale[block * tiles * 8 + t] = scale;
+  if (out.sums != nullptr && part % 2 == 0) {
+    out.sums[c / 16 * tiles * 8 + t] = scale * static_cast<float>(sum);
+  }
+}
+
+// Columns c..c+7 (c: a multiple of 8) of row t in all forms that `out` has. Whole warps, lanes in
+// the order of columns: four lanes share a block of 32.
+__device__ __forceinline__ void StoreForms(const ActivationView& out, int t, int c,
+                                           const float (&v)[kThreadCols]) {
+  const int64_t at = static_cast<int64_t>(t) * out.cols + c;
+  if (out.f32 != nullptr) {
+    float4* to = reinterpret_cast<float4*>(out.f32 + at);
+    to[0] = make_float4(v[0], v[1], v[2], v[3]);
+    to[1] = make_float4(v[4], v[5], v[6], v[7]);
+  }
+  if (out.bf16 != nullptr) {
+    *reinterpret_cast<uint4*>(out.bf16 + at) =
+        make_uint4(FloatsToBf162(v[0], v[1]), FloatsToBf162(v[2], v[3]), FloatsToBf162(v[4], v[5]),
+                   FloatsToBf162(v[6], v[7]));
+  }
+  if (out.q != nullptr) StoreQuantized(out, t, c, v);
+}
+
+// Columns [c, c + 8) of a row of `cols`, zeros past its end; `vectors`: 16-byte loads fit.
+__device__ __forceinline__ void LoadColumns(const float* row, int c, int cols, bool vectors,
+                                            float (&v)[kThreadCols]) {
+  if (vectors && c + kThreadCols <= cols) {
+    const float4 lo = *reinterpret_cast<const float4*>(row + c);
+    const float4 hi = *reinterpret_cast<const float4*>(row + c + 4);
+    v[0] = lo.x, v[1] = lo.y, v[2] = lo.z, v[3] = lo.w;
+    v[4] = hi.x, v[5] = hi.y, v[6] = hi.z, v[7] = hi.w;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kThreadCols; ++i) v[i] = c + i < cols ? row[c + i] : 0.0f;
+}
+
+__device__ __forceinline__ float SumOfSquares(const float (&v)[kThreadCols]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kThreadCols; ++i) sum = fmaf(v[i], v[i], sum);
+  return sum;
+}
+
+// The sum of one value of each of the block's first `num_warps` warps; every thread gets it.
+__device__ __forceinline__ float SumOfWarps(const float* of_warp, int num_warps) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  return WarpSum(lane < num_warps ? of_warp[lane] : 0.0f);
+}
+
+__device__ __forceinline__ void ScaleColumns(float factor, const float (&weight)[kThreadCols],
+                                             float (&v)[kThreadCols]) {
+#pragma unroll
+  for (int i = 0; i < kThreadCols; ++i) v[i] = v[i] * factor * weight[i];
+}
+
+// Row t of a norm by one block, of at least norm.out.cols / kThreadCols threads, to its end. Comes
+// before the block's GridDependencyWait. squares: shared, a word for each warp.
+__device__ __forceinline__ void NormRow(const RowNorm& norm, int t, bool vectors, float* squares) {
+  const int c = static_cast<int>(threadIdx.x) * kThreadCols;
+  float weight[kThreadCols], v[kThreadCols];
+#pragma unroll
+  for (int i = 0; i < kThreadCols; ++i) weight[i] = 1.0f;
+  if (norm.weight != nullptr) LoadColumns(norm.weight, c, norm.cols, false, weight);
+  GridDependencyWait();
+  LoadColumns(norm.x + t * norm.stride, c, norm.cols, vectors, v);
+  const float square = WarpSum(SumOfSquares(v));
+  if (threadIdx.x % kWarpSize == 0) squares[threadIdx.x / kWarpSize] = square;
+  __syncthreads();
+  const float sum = SumOfWarps(squares, static_cast<int>(blockDim.x) / kWarpSize);
+  ScaleColumns(1.0f / sqrtf(sum / static_cast<float>(norm.cols) + norm.eps), weight, v);
+  if (c < norm.out.cols) StoreForms(norm.out, t, c, v);  // whole warps: columns come in 256s
+}
+
+// Threads of a row kernel over `cols` columns, eight a thread.
+inline unsigned RowThreads(int64_t cols) {
+  CHECK(cols % kColumnGrain == 0 && cols <= kMaxRowCols)
+      << cols << " columns, must be a multiple of " << kColumnGrain << " up to " << kMaxRowCols;
+  return static_cast<unsigned>(cols / kThreadCols);
+}
+
+inline bool VectorsFit(const float* x, int64_t stride, int cols) {
+  return reinterpret_cast<uintptr_t>(x) % 16 == 0 && stride % 4 == 0 && cols % 4 == 0;
+}
+
+}  // namespace ds4::cuda
