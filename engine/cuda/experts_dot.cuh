@@ -48,13 +48,24 @@ __device__ __forceinline__ void LoadIq2Tables(uint32_t* tables) {
   }
 }
 
-// Eight signed values of one row; index and sign code come shifted to bit 7. copy: offset of this
-// lane's copy.
-__device__ __forceinline__ void Iq2Values(const std::byte* tables, uint32_t copy, uint32_t index,
-                                          uint32_t code, uint32_t& low, uint32_t& high) {
-  const uint32_t grid = *reinterpret_cast<const uint32_t*>(tables + ((index & 0x7f80u) | copy));
-  const uint32_t signs =
-      *reinterpret_cast<const uint32_t*>(tables + 256 * 4 * kWarpSize + ((code & 0x3f80u) | copy));
+// The tables for one lane.
+struct LaneTables {
+  const std::byte* tables;
+  uint32_t copy;  // offset of the lane's copy
+
+  // The exchange with itself keeps the compiler from working the offset out again at each look-up.
+  __device__ __forceinline__ explicit LaneTables(const uint32_t* shared_tables)
+      : tables(reinterpret_cast<const std::byte*>(shared_tables)),
+        copy(__shfl_sync(kFullMask, static_cast<uint32_t>(4 * LaneId()), LaneId())) {}
+};
+
+// Eight signed values of one row; index and sign code come shifted to bit 7.
+__device__ __forceinline__ void Iq2Values(const LaneTables& own, uint32_t index, uint32_t code,
+                                          uint32_t& low, uint32_t& high) {
+  const uint32_t grid =
+      *reinterpret_cast<const uint32_t*>(own.tables + ((index & 0x7f80u) | own.copy));
+  const uint32_t signs = *reinterpret_cast<const uint32_t*>(own.tables + 256 * 4 * kWarpSize +
+                                                            ((code & 0x3f80u) | own.copy));
   const uint32_t selector = grid | signs;
   low = __byte_perm(0x002b1908u, 0x00d5e7f8u, selector);
   high = __byte_perm(0x002b1908u, 0x00d5e7f8u, selector >> 16);
@@ -76,14 +87,11 @@ struct Iq2Decoder {
   static constexpr bool kHasMin = false;
   const std::byte*
       scales;  // of row g: (row g, row g + 8) for each of 4 steps; units 256 bytes apart
-  const std::byte* tables;
-  uint32_t copy;  // offset of this lane's copy
+  const LaneTables& tables;
   uint4 unit[2];
   float4 now[2];
 
-  __device__ __forceinline__ Iq2Decoder(std::byte* chunk, const uint32_t* shared_tables)
-      : tables(reinterpret_cast<const std::byte*>(shared_tables)),
-        copy(static_cast<uint32_t>(4 * LaneId())) {
+  __device__ __forceinline__ Iq2Decoder(std::byte* chunk, const LaneTables& own) : tables(own) {
     const int lane = LaneId();
     unit[0] = Load16(chunk + 16 * lane);
     unit[1] = Load16(chunk + 512 + 16 * lane);
@@ -107,8 +115,8 @@ struct Iq2Decoder {
       now[1] = *reinterpret_cast<const float4*>(scales + 256 * (s / 4) + 16);
     }
     const uint32_t word = Word(unit[s / 4], s % 4);
-    Iq2Values(tables, copy, word << 7, word >> 1, w.a[0], w.a[2]);
-    Iq2Values(tables, copy, word >> 9, word >> 17, w.a[1], w.a[3]);
+    Iq2Values(tables, word << 7, word >> 1, w.a[0], w.a[2]);
+    Iq2Values(tables, word >> 9, word >> 17, w.a[1], w.a[3]);
     const float4& pair = now[s % 4 / 2];
     w.scale[0] = s % 2 == 0 ? pair.x : pair.z;
     w.scale[1] = s % 2 == 0 ? pair.y : pair.w;
@@ -117,7 +125,7 @@ struct Iq2Decoder {
 
 template <DType kType>
 struct ExpertDecoder : ChunkDecoder<kType> {
-  __device__ __forceinline__ ExpertDecoder(std::byte* at, const uint32_t*)
+  __device__ __forceinline__ ExpertDecoder(std::byte* at, const LaneTables&)
       : ChunkDecoder<kType>(at, nullptr) {}
 };
 template <>
@@ -150,7 +158,7 @@ __device__ __forceinline__ void AddStep(const uint32_t (&a)[4], const BlockX<kCo
 // 256 columns.
 template <DType kType, int kTiles, int kCols, int kRoom>
 __device__ __forceinline__ void DotStage(std::byte* stage, const BlockX<kCols>& x,
-                                         const uint32_t* tables, float (&acc)[kRoom][4]) {
+                                         const LaneTables& tables, float (&acc)[kRoom][4]) {
   static_assert(kChunkCols<kType> == kColumnGrain && kTiles <= kRoom);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {

@@ -97,7 +97,7 @@ struct DownSource {
 template <bool kFloats, class Stream>
 __device__ __forceinline__ void MultiplyUnit(const MatrixShape& w, Stream& stream,
                                              const ActivationView& hidden, int lane_block,
-                                             const int* x_rows, int count, const uint32_t* tables,
+                                             const int* x_rows, int count, const LaneTables& tables,
                                              float (&total)[4]) {
   const GroupX x(hidden, x_rows);
   for (int block = 0; block < w.blocks; block += kSliceBlocks) {
@@ -166,7 +166,7 @@ __device__ __forceinline__ float SubtreeSum(const float* sums, int64_t stride, i
 template <bool kFloats, class Stream>
 __device__ __forceinline__ void SumRows(const DownKernelJob& job, Stream& stream, int model_lane,
                                         int first_row, int num_rows, int num_groups, int* x_rows,
-                                        const uint32_t* tables, float* sums) {
+                                        const LaneTables& tables, float* sums) {
   const int lane = LaneId();
   const int lane_block = model_lane * job.shapes[0].blocks * (kColumnGrain / 32);
   float total[4];
@@ -233,7 +233,7 @@ __device__ __forceinline__ void LoadRow(const ActivationView& view, int row, int
 // The same for one row: the sums stay in registers, and x is loaded one block of 256 columns ahead.
 template <class Stream>
 __device__ __forceinline__ void SumOneRow(const DownKernelJob& job, Stream& stream, int model_lane,
-                                          int num_groups, const uint32_t* tables, float* sums) {
+                                          int num_groups, const LaneTables& tables, float* sums) {
   const int lane = LaneId();
   const int blocks = job.shapes[0].blocks;
   const int lane_block = model_lane * blocks * (kColumnGrain / 32);
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kMaxDownWarps* kWarpSize, 1)
   const int thread = static_cast<int>(threadIdx.x);
   const int warp = thread / kWarpSize;
   const int warp_sums = job.sum_rows * kSumStride;
-  uint32_t* tables = reinterpret_cast<uint32_t*>(memory);
+  const LaneTables tables(reinterpret_cast<const uint32_t*>(memory));
   float* sums = reinterpret_cast<float*>(memory + job.table_bytes);
   int* x_rows = reinterpret_cast<int*>(memory + job.rows_at) + warp * kGroupPairs;
   std::byte* rings = memory + job.fixed_bytes;
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kMaxDownWarps* kWarpSize, 1)
       rings + warp * job.ring_bytes, job.ring_bytes,
       DownSource{job, model_lane, busy ? row_tile : -1, shared_units, shared_units}};
   stream.Fill();
-  if (job.table_bytes != 0) LoadIq2Tables(tables);
+  if (job.table_bytes != 0) LoadIq2Tables(reinterpret_cast<uint32_t*>(memory));
   GridDependencyWait();
   stream.source.LoadExperts(0);
   const int num_groups = *job.routing.num_groups;

@@ -66,12 +66,8 @@ struct ExpertRing {
   __device__ __forceinline__ void EndBegin() {
     for (; begun < kRingSlots; ++begun) CopyAsyncCommit();
   }
-  __device__ __forceinline__ const std::byte* Wait() {
-    CopyAsyncWait<kRingSlots - 1>();
-    __syncwarp();
-    return ring + slot * kSlot;
-  }
-  __device__ __forceinline__ std::byte* WaitToWrite() {
+  // The oldest stage; the warp may write there.
+  __device__ __forceinline__ std::byte* Wait() {
     CopyAsyncWait<kRingSlots - 1>();
     __syncwarp();
     return ring + slot * kSlot;
@@ -143,7 +139,7 @@ struct HalfDecoder {
 template <DType kType>
 struct RowDecoder : ChunkDecoder<kType> {
   const std::byte* start;
-  __device__ __forceinline__ RowDecoder(const std::byte* at, const uint32_t*)
+  __device__ __forceinline__ RowDecoder(const std::byte* at, const LaneTables&)
       : ChunkDecoder<kType>(at, nullptr), start(at) {}
 
   __device__ __forceinline__ float2 OwnScales(int u) const {
@@ -168,15 +164,12 @@ template <>
 struct RowDecoder<DType::kIQ2_XXS> {
   static constexpr bool kHasMin = false;
   const std::byte* chunk;
-  const std::byte* tables;
-  uint32_t copy;
+  const LaneTables& tables;
   uint4 unit = {};
   float d[2];
 
-  __device__ __forceinline__ RowDecoder(const std::byte* at, const uint32_t* shared_tables)
-      : chunk(at),
-        tables(reinterpret_cast<const std::byte*>(shared_tables)),
-        copy(static_cast<uint32_t>(4 * LaneId())) {
+  __device__ __forceinline__ RowDecoder(const std::byte* at, const LaneTables& own)
+      : chunk(at), tables(own) {
     const auto* scales = reinterpret_cast<const uint16_t*>(at + 1024);
     d[0] = HalfToFloat(scales[LaneId() / 4]) * 0.25f;
     d[1] = HalfToFloat(scales[LaneId() / 4 + 8]) * 0.25f;
@@ -184,8 +177,8 @@ struct RowDecoder<DType::kIQ2_XXS> {
   __device__ __forceinline__ void Step(int s, StepWeights& w) {
     if (s % 4 == 0) unit = Load16(chunk + 128 * s + 16 * LaneId());
     const uint32_t word = Word(unit, s % 4);
-    Iq2Values(tables, copy, word << 7, word >> 1, w.a[0], w.a[2]);
-    Iq2Values(tables, copy, word >> 9, word >> 17, w.a[1], w.a[3]);
+    Iq2Values(tables, word << 7, word >> 1, w.a[0], w.a[2]);
+    Iq2Values(tables, word >> 9, word >> 17, w.a[1], w.a[3]);
   }
   // After a step of the unit.
   __device__ __forceinline__ float2 OwnScales(int) const {
@@ -258,7 +251,7 @@ __device__ __forceinline__ void AddUnits(Decoder& decoder, const RowX& x, int fi
 // Rows g, g + 8 of one slice part, in every lane of g. kType: of the part.
 template <DType kType, class Ring>
 __device__ __forceinline__ float2 DotPart(Ring& ring, const RowX& x, int columns,
-                                          const uint32_t* tables) {
+                                          const LaneTables& tables) {
   float sum[2] = {0.0f, 0.0f};
   if constexpr (kType == DType::kQ8_0) {
 #pragma unroll
@@ -307,7 +300,7 @@ __device__ __forceinline__ void AddSteps(Decoder& decoder, const BlockX<2>& x, i
 
 template <DType kType, class Ring>
 __device__ __forceinline__ void DotPart(Ring& ring, const BlockX<2> (&x)[2], int columns,
-                                        const uint32_t* tables, float (&total)[4]) {
+                                        const LaneTables& tables, float (&total)[4]) {
   float sum[4][4];
   Clear(sum);
   if constexpr (kType == DType::kQ8_0) {
@@ -323,7 +316,7 @@ __device__ __forceinline__ void DotPart(Ring& ring, const BlockX<2> (&x)[2], int
     for (int block = 0; block < 2; ++block) {
       if (block >= columns) break;
       constexpr bool kTwo = kStages<kType> == 1;
-      std::byte* chunk = ring.WaitToWrite() + (kTwo ? block * kChunkBytes<kType> : 0);
+      std::byte* chunk = ring.Wait() + (kTwo ? block * kChunkBytes<kType> : 0);
       ExpertDecoder<kType> decoder(chunk, tables);
       AddSteps<8>(decoder, x[block], 0, sum);
       if (!kTwo || block + 1 == columns) ring.Release();

@@ -189,7 +189,7 @@ __device__ __forceinline__ void Clear(float (&acc)[kTiles][4]) {
 // The next stage, quantised, times x. kTiles: 2 where small chunks come in pairs.
 template <int kTiles, int kCols, class Stream>
 __device__ __forceinline__ void MultiplyStage(const MatrixShape& w, Stream& stream,
-                                              const BlockX<kCols>& x, const uint32_t* tables,
+                                              const BlockX<kCols>& x, const LaneTables& tables,
                                               float (&acc)[kTiles][4]) {
   stream.front_bytes = kTiles == 2 && w.paired ? 2 * w.chunk_bytes : w.chunk_bytes;
   std::byte* stage = stream.Wait();
@@ -216,7 +216,7 @@ __device__ __forceinline__ void MultiplyStage(const MatrixShape& w, Stream& stre
 // One slice, quantised: `blocks` of 256 columns from x block `block` of 32.
 template <int kTiles, int kCols, class Stream>
 __device__ __forceinline__ void DotBlocks(const MatrixShape& w, Stream& stream, const GroupX& x,
-                                          int block, int blocks, const uint32_t* tables,
+                                          int block, int blocks, const LaneTables& tables,
                                           float (&acc)[kTiles][4]) {
   Clear(acc);
   for (int i = 0; i < blocks; ++i) {

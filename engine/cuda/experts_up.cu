@@ -31,6 +31,7 @@ constexpr int kPartialFloats = kGroupPairs * kPartialStride;
 
 struct UpKernelJob {
   MatrixShape shapes[2][2];  // routed, shared; gate, up
+  int64_t up_offset[2];      // from gate to up
   ActivationView x, out, shared_out;
   Routing routing;
   int used;
@@ -249,7 +250,7 @@ __device__ __forceinline__ void LoadRows(const UpKernelJob& job, const UpCursor&
 template <bool kFloats, class Stream>
 __device__ __forceinline__ void MultiplyItem(const UpKernelJob& job, const UpCursor& item,
                                              Stream& stream, int* x_rows, float& weight,
-                                             const uint32_t* tables, float* partial) {
+                                             const LaneTables& tables, float* partial) {
   const MatrixShape& w = job.shapes[item.shared ? 1 : 0][OwnMatrix()];
   if (item.new_rows) LoadRows(job, item, x_rows, weight);
   const GroupX x(job.x, x_rows);
@@ -344,7 +345,7 @@ __global__ void __launch_bounds__(kUpThreads, 1)
   DS4_DYNAMIC_SHARED(memory);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int block = static_cast<int>(blockIdx.x);
-  uint32_t* tables = reinterpret_cast<uint32_t*>(memory);
+  const LaneTables tables(reinterpret_cast<const uint32_t*>(memory));
   float* partial = reinterpret_cast<float*>(memory + job.table_bytes);
   const int partial_floats = 2 * job.num_slices * kPartialFloats;
   int* x_rows =
@@ -358,7 +359,7 @@ __global__ void __launch_bounds__(kUpThreads, 1)
   stream.Fill();
   PrefetchShared(job.shapes[1][0]);
   PrefetchShared(job.shapes[1][1]);
-  if (job.table_bytes != 0) LoadIq2Tables(tables);
+  if (job.table_bytes != 0) LoadIq2Tables(reinterpret_cast<uint32_t*>(memory));
   GridDependencyWait();
   LaunchDependents();  // not earlier: see above
   FirstGroups groups;
@@ -391,35 +392,47 @@ __global__ void __launch_bounds__(kUpThreads, 1)
 
 constexpr int kFastThreads = kSliceWarps * kWarpSize;
 
-// The parts of one warp: for each item its slices, for each slice gate and up of both row tiles.
+// The parts of one warp: for each item its slices, for each slice gate and up of both row tiles. It
+// knows the item in hand and the one after it. That is enough: an item has no fewer stages than the
+// ring has slots, so that the ring is never more than one item ahead of the reader.
 struct FastSource {
-  UpCursor cursor;
-  FirstGroups groups;
-  int end = 0;  // items known so far
-  int routed_begin = 0;
-  int slice;
+  const UpKernelJob& job;
+  const std::byte* gate = nullptr;  // of the slice in hand; up lies equally far in its matrices
+  const std::byte* next_gate = nullptr;
+  int slice = 1 << 20;
   int unit = 4;  // of the slice: row tile, then gate or up
+  bool shared = false;
+  bool next_shared = false;
+  bool has_next = false;
 
-  __device__ explicit FastSource(const UpCursor& start)
-      : cursor(start), slice(start.job.num_slices) {}
-
+  __device__ __forceinline__ void SetNext(const UpCursor& item) {
+    next_shared = item.shared;
+    has_next = OwnSlice() < job.num_slices;
+    const MatrixShape& w = job.shapes[item.shared ? 1 : 0][0];
+    next_gate = w.data + item.expert * w.matrix_bytes +
+                int64_t{item.row_block} * (kItemTiles * w.tile_bytes) +
+                OwnSlice() * (kSliceBlocks * w.chunk_bytes);
+  }
   __device__ __forceinline__ bool Next(SlicePart& part) {
-    const UpKernelJob& job = cursor.job;
-    if (unit == 4) {
-      slice += kSliceWarps;
-      if (slice >= job.num_slices) {
-        if (cursor.index + 1 >= end || OwnSlice() >= job.num_slices) return false;
-        cursor.Next(routed_begin, groups);
+    const MatrixShape& now = job.shapes[shared ? 1 : 0][0];
+    if (unit == 2 * kItemTiles) {
+      if (slice + kSliceWarps < job.num_slices) {
+        slice += kSliceWarps;
+        gate += kSliceWarps * kSliceBlocks * now.chunk_bytes;
+      } else {
+        if (!has_next) return false;
+        has_next = false;
+        gate = next_gate;
+        shared = next_shared;
         slice = OwnSlice();
       }
       unit = 0;
     }
-    const MatrixShape& w = job.shapes[cursor.shared ? 1 : 0][unit % 2];
-    const int row_tile = cursor.row_block * kItemTiles + unit / 2;
-    part.at = w.data + cursor.expert * w.matrix_bytes + int64_t{row_tile} * w.tile_bytes +
-              slice * (kSliceBlocks * w.chunk_bytes);
+    const MatrixShape& w = job.shapes[shared ? 1 : 0][0];
+    part.at = gate + (unit < 2 ? 0 : w.tile_bytes);
+    if (unit % 2 != 0) part.at += job.up_offset[shared ? 1 : 0];
     part.columns = SliceBlocks(slice, w.blocks);
-    part.shared = cursor.shared;
+    part.shared = shared;
     ++unit;
     return true;
   }
@@ -429,7 +442,7 @@ struct FastSource {
 // no other.
 template <DType kType, class Ring>
 __device__ __forceinline__ void MultiplyRow(const UpKernelJob& job, const UpCursor& item,
-                                            Ring& ring, RowX& x, const uint32_t* tables,
+                                            Ring& ring, RowX& x, const LaneTables& tables,
                                             float* partial) {
   const int lane = LaneId();
   for (int slice = OwnSlice(); slice < job.num_slices; slice += kSliceWarps) {
@@ -453,7 +466,7 @@ __device__ __forceinline__ void MultiplyRow(const UpKernelJob& job, const UpCurs
 template <DType kType, class Ring>
 __device__ __forceinline__ void MultiplyGroup(const UpKernelJob& job, const UpCursor& item,
                                               Ring& ring, const int* x_rows, BlockX<2> (&x)[2],
-                                              const uint32_t* tables, float* partial) {
+                                              const LaneTables& tables, float* partial) {
   for (int slice = OwnSlice(); slice < job.num_slices; slice += kSliceWarps) {
     const int columns = SliceBlocks(slice, job.shapes[0][0].blocks);
     if (item.new_rows || job.num_slices > kSliceWarps) {
@@ -483,32 +496,36 @@ __global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int block = static_cast<int>(blockIdx.x);
   constexpr int kCols = kOneRow ? 1 : 2;
-  uint32_t* tables = reinterpret_cast<uint32_t*>(memory);
+  const LaneTables tables(reinterpret_cast<const uint32_t*>(memory));
   float* partial = reinterpret_cast<float*>(memory + job.table_bytes);
   const int partial_floats = 2 * job.num_slices * (kOneRow ? kPartialStride : kPartialFloats);
   [[maybe_unused]] int* x_rows =
       reinterpret_cast<int*>(partial + job.partials * partial_floats) + warp * kGroupPairs;
 
   const int num_shared = SharedItemsOf(job, block);
-  UpCursor item(job, num_shared);
+  UpCursor next(job, num_shared);
+  FirstGroups groups;
   ExpertRing<kType, FastSource> ring = {memory + job.fixed_bytes + warp * job.ring_bytes,
-                                        FastSource(item)};
-  ring.source.end = num_shared;
-  ring.Begin();
+                                        FastSource{job}};
+  if (num_shared > 0) {
+    next.Next(0, groups);
+    ring.source.SetNext(next);
+    ring.Begin();
+  }
   PrefetchShared(job.shapes[1][0]);
   PrefetchShared(job.shapes[1][1]);
-  if constexpr (kType == DType::kIQ2_XXS) LoadIq2Tables(tables);
+  if constexpr (kType == DType::kIQ2_XXS) LoadIq2Tables(reinterpret_cast<uint32_t*>(memory));
   GridDependencyWait();
   LaunchDependents();  // not earlier: see above
-  FirstGroups groups;
   groups.Load(job);
   const int routed_items = *job.routing.num_groups * job.row_blocks;
   const int routed_begin = RoutedBegin(job, routed_items, block);
   const int num_items = num_shared + RoutedBegin(job, routed_items, block + 1) - routed_begin;
-  ring.source.groups = groups;
-  ring.source.routed_begin = routed_begin;
-  ring.source.end = num_items;
-  ring.Begin();
+  if (num_shared == 0 && num_items > 0) {
+    next.Next(routed_begin, groups);
+    ring.source.SetNext(next);
+    ring.Begin();
+  }
   ring.EndBegin();
 
   [[maybe_unused]] RowX row = {};
@@ -520,9 +537,13 @@ __global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
   }
   __syncthreads();  // the tables are there
   float weight = 0.0f;
-  while (item.index + 1 < num_items) {
-    item.Next(routed_begin, groups);
-    float* sums = partial + item.index % job.partials * partial_floats;
+  for (int index = 0; index < num_items; ++index) {
+    const UpCursor item = next;
+    if (index + 1 < num_items) {
+      next.Next(routed_begin, groups);
+      ring.source.SetNext(next);
+    }
+    float* sums = partial + index % job.partials * partial_floats;
     if constexpr (kOneRow) {
       const int place = item.first + min(LaneId(), item.count - 1);
       weight = item.shared ? 1.0f : job.routing.place_weight[place];
@@ -532,7 +553,7 @@ __global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
       MultiplyGroup<kType>(job, item, ring, x_rows, group, tables, sums);
     }
     __syncthreads();
-    const int j = (warp + item.index) % kSliceWarps;
+    const int j = (warp + index) % kSliceWarps;
     if (j < item.count) FinishRow<kCols>(job, item, j, weight, sums);
     // With two buffers the next item's sums go to the other one.
     if (job.partials == 1) __syncthreads();
@@ -639,6 +660,7 @@ void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Ro
   k.shapes[0][1] = ShapeOf(job.up, true);
   k.shapes[1][0] = ShapeOf(job.shared_gate, true);
   k.shapes[1][1] = ShapeOf(job.shared_up, true);
+  for (int i = 0; i < 2; ++i) k.up_offset[i] = k.shapes[i][1].data - k.shapes[i][0].data;
   k.x = job.x;
   k.out = job.out;
   k.shared_out = job.shared_out;
