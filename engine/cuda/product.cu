@@ -18,7 +18,6 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kMaxLanes = 16;  // of one rank
 
 // Shared memory lets two blocks live on one SM; few x rows leave more of it to weights in flight.
 template <int kTiles>
@@ -586,7 +585,8 @@ void LaunchProducts(const LaunchContext& launch, std::span<const ProductJob> job
 void LaunchLaneProduct(const LaunchContext& launch, const PackedMatrix& w, const ActivationView& x,
                        int lane_begin, float* roots) {
   const int lanes = static_cast<int>(w.count);
-  CHECK(w.count >= 1 && w.count <= kMaxLanes) << w.count << " lanes, at most " << kMaxLanes;
+  CHECK(w.count >= 1 && w.count <= kMaxProductLanes)
+      << w.count << " lanes, at most " << kMaxProductLanes;
   CHECK(w.count * w.padded_cols() <= x.cols)
       << w.count << " lanes of " << w.padded_cols() << " columns, x has " << x.cols;
   const auto subtrees = SubtreesOf(lane_begin, lane_begin + lanes);

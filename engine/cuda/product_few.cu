@@ -81,8 +81,6 @@ __device__ __forceinline__ int Quotient(int n, uint32_t inverse) {
 
 // The rounds of a block, in order.
 struct Rounds {
-  int unit_begin;
-  int unit_end;
   int job = -1;
   int tile = 0;   // of the job, the round's first
   int end = 0;    // of the block's tiles of the job
@@ -95,8 +93,9 @@ struct Rounds {
       items = 0;
       if (++job >= params.num_jobs) return false;
       const FewJob& next = params.jobs[job];
-      tile = max(unit_begin - next.first_unit, 0) * next.unit_tiles;
-      end = min(unit_end - next.first_unit, next.units) * next.unit_tiles;
+      const uint16_t* range = params.starts + blockIdx.x;
+      tile = max(range[0] - next.first_unit, 0) * next.unit_tiles;
+      end = min(range[1] - next.first_unit, next.units) * next.unit_tiles;
     }
     tiles = min(params.jobs[job].tiles_per_round, end - tile);
     items = tiles * params.jobs[job].segments;
@@ -125,15 +124,15 @@ struct Segment {
 
 // The chunks of a warp, in the order in which it multiplies them.
 struct ChunkSource {
-  const FewParams& params;
-  Rounds rounds;
+  const FewParams* params;
+  Rounds rounds = {};
   int item;
   int left = 0;   // chunks of the item
   int bytes = 0;  // of a chunk
   const std::byte* next = nullptr;
 
-  __device__ __forceinline__ ChunkSource(const FewParams& all, int begin, int end, int warp)
-      : params(all), rounds{begin, end}, item(warp - kWarps) {}
+  __device__ __forceinline__ ChunkSource(const FewParams& all, int warp)
+      : params(&all), item(warp - kWarps) {}
 
   // nullptr: there is none left.
   __device__ __forceinline__ const std::byte* Next() {
@@ -148,10 +147,10 @@ struct ChunkSource {
   __device__ __forceinline__ bool NextItem() {
     item += kWarps;
     while (item >= rounds.items) {
-      if (!rounds.Next(params)) return false;
+      if (!rounds.Next(*params)) return false;
       item = static_cast<int>(threadIdx.x) / kWarpSize;
     }
-    const FewJob& job = params.jobs[rounds.job];
+    const FewJob& job = params->jobs[rounds.job];
     const Segment segment(job, item);
     next = job.w + int64_t{rounds.tile + segment.tile} * job.tile_bytes +
            segment.lane * job.matrix_bytes + segment.slice * (job.slice_chunks * job.chunk_bytes);
@@ -167,15 +166,20 @@ struct Ring {
   ChunkSource source;
   int at = 0;  // of the oldest stage
 
+  // One loop for both: code that runs once costs more to fetch than to run.
   __device__ __forceinline__ void Start() {
-#pragma unroll 1
-    for (int i = 0; i < kStages; ++i) Put(memory + i * kStageBytes);
     ChunkSource ahead = source;
 #pragma unroll 1
-    for (int i = 0; i < kChunksAhead; ++i) {
+    for (int i = 0; i < kStages + kChunksAhead; ++i) {
       const std::byte* chunk = ahead.Next();
-      if (chunk == nullptr) break;
-      if (LaneId() == 0) PrefetchL2(chunk, static_cast<uint32_t>(ahead.bytes));
+      if (i < kStages) {
+        Copy(chunk, ahead.bytes, memory + i * kStageBytes);
+        source = ahead;
+      } else if (chunk == nullptr) {
+        break;
+      } else if (LaneId() == 0) {
+        PrefetchL2(chunk, static_cast<uint32_t>(ahead.bytes));
+      }
     }
   }
   // The oldest chunk, in shared memory.
@@ -187,19 +191,20 @@ struct Ring {
   // The warp is done with it: the next one takes its place.
   __device__ __forceinline__ void Release() {
     __syncwarp();
-    Put(memory + at);
+    const std::byte* chunk = source.Next();
+    Copy(chunk, source.bytes, memory + at);
     at = at == kRingBytes - kStageBytes ? 0 : at + kStageBytes;
   }
 
  private:
-  __device__ __forceinline__ void Put(std::byte* stage) {
-    const std::byte* chunk = source.Next();
+  __device__ __forceinline__ static void Copy(const std::byte* chunk, int bytes,
+                                              std::byte* stage) {
     if (chunk != nullptr) {
       std::byte* to = stage + 16 * LaneId();
       const std::byte* from = chunk + 16 * LaneId();
 #pragma unroll
       for (int i = 0; i < 8; ++i) CopyAsync16(to + 512 * i, from + 512 * i);
-      if (4096 + 16 * LaneId() < source.bytes) CopyAsync16(to + 4096, from + 4096);
+      if (4096 + 16 * LaneId() < bytes) CopyAsync16(to + 4096, from + 4096);
     }
     CopyAsyncCommit();  // also when empty: Wait counts groups
   }
@@ -235,15 +240,13 @@ __device__ __forceinline__ void DotChunk(const std::byte* chunk, const XChunk& x
 #pragma unroll
   for (int s = 0; s < kChunkSteps; s += 4) {
     const uint4 scales = Load16(scales_at + 32 * s);
-    uint4 w[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = Load16(at + 512 * (s + i));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      const uint4 w = Load16(at + 512 * (s + i));
       const uint64_t q = x.q[s + i];
       const float2 dx = x.scale[s + i];
       const float2 dw = Half2ToFloat2(Word(scales, i));
-      const uint32_t a[4] = {w[i].x, w[i].y, w[i].z, w[i].w};
+      const uint32_t a[4] = {w.x, w.y, w.z, w.w};
       const uint32_t b[2] = {static_cast<uint32_t>(q), static_cast<uint32_t>(q >> 32)};
       int sum[4] = {0, 0, 0, 0};
       MmaS8(sum, a, b);
@@ -270,22 +273,28 @@ struct XSlice {
 
 __device__ __forceinline__ void DotQuantised(Ring& ring, const XSlice& x, int chunks,
                                              float (&acc)[4]) {
-  DotChunk(ring.Wait(), x.chunks[0], acc);
-  ring.Release();
-  if (chunks == 1) return;
-  DotChunk(ring.Wait(), x.chunks[1], acc);
-  ring.Release();
+#pragma unroll 1
+  for (int c = 0; c < chunks; ++c) {
+    const std::byte* chunk = ring.Wait();
+    if (c == 0) {
+      DotChunk(chunk, x.chunks[0], acc);
+    } else {
+      DotChunk(chunk, x.chunks[1], acc);
+    }
+    ring.Release();
+  }
 }
 
-// Where the registers do not hold a slice: x comes again for every chunk.
+// Where the registers do not hold a slice: x comes again for every chunk, the next one's while the
+// ring moves on.
 template <int kTiles>
 __device__ __forceinline__ void DotQuantisedOnce(Ring& ring, const ActivationView& x, int col,
                                                  int chunks, float (&acc)[kTiles][4]) {
   const int tiles = kTiles > 2 ? TilesOf(x) : kTiles;
+  XChunk columns;
+  columns.Load(x, col, 0, tiles);
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
-    XChunk columns;
-    columns.Load(x, col, 0, tiles);
     const std::byte* chunk = ring.Wait();
     DotChunk(chunk, columns, acc[0]);
 #pragma unroll
@@ -294,55 +303,65 @@ __device__ __forceinline__ void DotQuantisedOnce(Ring& ring, const ActivationVie
       columns.Load(x, col, n, tiles);
       DotChunk(chunk, columns, acc[n]);
     }
-    ring.Release();
     col += kChunkCols<DType::kQ8_0>;
+    if (c + 1 < chunks) columns.Load(x, col, 0, tiles);
+    ring.Release();
   }
 }
 
 // ---- Float weights.
 
-// One x row: its columns are on their way while the warp waits for the weights.
+// What a lane needs of one x row for a chunk.
 template <DType kType>
-__device__ __forceinline__ void DotChunkOneRow(Ring& ring, const float* x, float (&part)[1][2]) {
-  constexpr int kCols = kLaneCols<kType>;
+struct XFloats {
+  static constexpr int kCols = kLaneCols<kType>;
   float v[8][kCols];
+
+  __device__ __forceinline__ void Load(const float* x) {
 #pragma unroll
-  for (int u = 0; u < 8; ++u) {
-    const float* at = x + 4 * kCols * u + kCols * (LaneId() % 4);
-    if constexpr (kCols == 4) {
-      const float4 four = *reinterpret_cast<const float4*>(at);
-      v[u][0] = four.x;
-      v[u][1] = four.y;
-      v[u][2] = four.z;
-      v[u][3] = four.w;
-    } else {
-      const float2 two = *reinterpret_cast<const float2*>(at);
-      v[u][0] = two.x;
-      v[u][1] = two.y;
+    for (int u = 0; u < 8; ++u) {
+      const float* at = x + 4 * kCols * u + kCols * (LaneId() % 4);
+      if constexpr (kCols == 4) {
+        const float4 four = *reinterpret_cast<const float4*>(at);
+        v[u][0] = four.x;
+        v[u][1] = four.y;
+        v[u][2] = four.z;
+        v[u][3] = four.w;
+      } else {
+        const float2 two = *reinterpret_cast<const float2*>(at);
+        v[u][0] = two.x;
+        v[u][1] = two.y;
+      }
     }
   }
-  const std::byte* chunk = ring.Wait() + 16 * LaneId();
+  __device__ __forceinline__ void Dot(const std::byte* chunk, float (&part)[1][2]) const {
 #pragma unroll
-  for (int u = 0; u < 8; ++u) {
-    float w[2][kCols];
-    DecodeFloats<kType>(Load16(chunk + 512 * u), w);
+    for (int u = 0; u < 8; ++u) {
+      float w[2][kCols];
+      DecodeFloats<kType>(Load16(chunk + 512 * u + 16 * LaneId()), w);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int k = 0; k < kCols; ++k) part[0][r] = fmaf(w[r][k], v[u][k], part[0][r]);
+        for (int k = 0; k < kCols; ++k) part[0][r] = fmaf(w[r][k], v[u][k], part[0][r]);
+      }
     }
   }
-  ring.Release();
-}
+};
 
 template <DType kType, int kTiles, int kRows>
 __device__ __forceinline__ void DotFloats(Ring& ring, const ActivationView& x, int col, int chunks,
                                           float (&acc)[kTiles][4]) {
   if constexpr (kRows == 1) {
     float part[1][2] = {};
+    const float* at = x.f32 + col;
+    XFloats<kType> columns;
+    columns.Load(at);
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c) {
-      DotChunkOneRow<kType>(ring, x.f32 + col + c * kChunkCols<kType>, part);
+      columns.Dot(ring.Wait(), part);
+      at += kChunkCols<kType>;
+      if (c + 1 < chunks) columns.Load(at);
+      ring.Release();
     }
     AddLaneParts<kTiles, 1>(part, acc);
   } else {
@@ -402,11 +421,18 @@ __device__ __forceinline__ void StoreSums(const FewParams& params, const float (
   }
 }
 
-// Slices in rising order. pitch: from one item's sum to the next one's.
+// Slices in rising order. pitch: from one item's sum to the next one's. Loads do not wait for sums.
 __device__ __forceinline__ float AddSlices(const float* sums, int slices, int pitch) {
-  float total = *sums;
-#pragma unroll 4
-  for (int i = 1; i < slices; ++i) total += sums[i * pitch];
+  float total = -0.0f;  // changes no value that is added to it
+#pragma unroll 1
+  for (int first = 0; first < slices; first += 8) {
+    float sum[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] = first + i < slices ? sums[i * pitch] : -0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) total += sum[i];
+    sums += 8 * pitch;
+  }
   return total;
 }
 
@@ -417,25 +443,35 @@ __device__ __forceinline__ void StorePlain(const FewJob& job, int x_row, int row
   if (job.out.bf16 != nullptr) job.out.bf16[at] = FloatToBf16(value);
 }
 
-// Adds the lanes of every aligned subtree (lane_tree.h), in place, and writes the roots.
-__device__ __forceinline__ void StoreRoots(const FewParams& params, const FewJob& job, int x_row,
-                                           int row, float* sums, int pitch) {
-  const int lane_pitch = job.slices * pitch;
-#pragma unroll 4
-  for (int lane = 0; lane < params.lanes.lanes; ++lane) {
-    sums[lane * lane_pitch] = AddSlices(sums + lane * lane_pitch, job.slices, pitch);
+// Leaves the sum of every lane where its first slice was.
+__device__ __forceinline__ void AddLaneSlices(const FewParams& params, const FewJob& job,
+                                              const Rounds& round, float* sums) {
+  const int pitch = kTileRows << params.x_shift;
+  const int lanes = round.tiles * params.lanes.lanes;
+  for (int i = static_cast<int>(threadIdx.x); i < lanes * pitch; i += kThreads) {
+    const int lane = i / kTileRows >> params.x_shift;
+    float* first = sums + lane * job.slices * pitch + (i - lane * pitch);
+    *first = AddSlices(first, job.slices, pitch);
   }
+}
+
+// Adds the lanes of every aligned subtree (lane_tree.h) and writes the roots. sums: of lane 0.
+__device__ __forceinline__ void StoreRoots(const FewParams& params, const FewJob& job, int x_row,
+                                           int row, const float* sums, int lane_pitch) {
+#pragma unroll 1
   for (int root = 0; root < params.lanes.num_roots; ++root) {
-    float* first = sums + params.lanes.begin[root] * lane_pitch;
+    const float* first = sums + params.lanes.begin[root] * lane_pitch;
     const int size = params.lanes.size[root];
-    for (int half = 1; half < size; half *= 2) {
-#pragma unroll 4
-      for (int lane = 0; lane < size; lane += 2 * half) {
-        first[lane * lane_pitch] += first[(lane + half) * lane_pitch];
-      }
+    float sum[kMaxProductLanes];
+#pragma unroll
+    for (int i = 0; i < kMaxProductLanes; ++i) sum[i] = i < size ? first[i * lane_pitch] : -0.0f;
+#pragma unroll
+    for (int half = 1; half < kMaxProductLanes; half *= 2) {
+#pragma unroll
+      for (int i = 0; i < kMaxProductLanes; i += 2 * half) sum[i] += sum[i + half];
     }
     const int64_t at = int64_t{root} * params.x_rows + x_row;
-    params.lanes.roots[at * job.rows + row] = *first;
+    params.lanes.roots[at * job.rows + row] = sum[0];
   }
 }
 
@@ -463,6 +499,10 @@ __device__ __forceinline__ void FinishQuantised(const FewParams& params, const F
 __device__ __forceinline__ void FinishRound(const FewParams& params, const FewJob& job,
                                             const Rounds& round, float* sums) {
   if (job.out.q != nullptr) return FinishQuantised(params, job, round, sums);
+  if (params.lanes.roots != nullptr) {
+    AddLaneSlices(params, job, round, sums);
+    __syncthreads();
+  }
   const int pitch = kTileRows << params.x_shift;
   for (int i = static_cast<int>(threadIdx.x); i < round.tiles * pitch; i += kThreads) {
     const int in_tile = i & (kTileRows - 1);
@@ -470,9 +510,9 @@ __device__ __forceinline__ void FinishRound(const FewParams& params, const FewJo
     const int tile = i / kTileRows >> params.x_shift;
     const int row = (round.tile + tile) * kTileRows + in_tile;
     if (x_row >= params.x_rows || row >= job.rows) continue;
-    float* from = sums + tile * job.segments * pitch + x_row * kTileRows + in_tile;
+    const float* from = sums + tile * job.segments * pitch + x_row * kTileRows + in_tile;
     if (params.lanes.roots != nullptr) {
-      StoreRoots(params, job, x_row, row, from, pitch);
+      StoreRoots(params, job, x_row, row, from, job.slices * pitch);
     } else {
       StorePlain(job, x_row, row, AddSlices(from, job.slices, pitch));
     }
@@ -487,11 +527,9 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 || (kTiles == 2 && kFloa
   DS4_DYNAMIC_SHARED(memory);
   LaunchDependents();
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  const int begin = params.starts[blockIdx.x];
-  const int end = params.starts[blockIdx.x + 1];
-  Ring ring{memory + warp * kRingBytes, ChunkSource(params, begin, end, warp)};
+  Ring ring{memory + warp * kRingBytes, ChunkSource(params, warp)};
   ring.Start();
-  Rounds round{begin, end};
+  Rounds round;
   bool more = round.Next(params);
   GridDependencyWait();
 

@@ -1,6 +1,6 @@
-// The fast kernels behind product.h for up to 32 rows of x and weights in Q8_0, F16, BF16 or F32: the
-// same additions as in the general kernel, with nothing but these types in the code. Internal to
-// product.cu.
+// The fast kernels behind product.h for up to 32 rows of x and weights in Q8_0, F16, BF16 or F32:
+// the same additions as in the general kernel, with nothing but these types in the code. Internal
+// to product.cu.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@
 
 namespace ds4::cuda {
 
-inline constexpr int kMaxProductRoots = 8;  // aligned subtrees that 16 lanes at any place can need
+inline constexpr int kMaxProductLanes = 16;  // of one rank
+inline constexpr int kMaxProductRoots = 8;   // aligned subtrees that 16 lanes anywhere can need
 
 // Where a lane product leaves its sums; for ordinary products `roots` is null.
 struct LaneRoots {
