@@ -51,11 +51,21 @@ __global__ void __launch_bounds__(kTileThreads, 2) TileSplitKernel(AttentionArgs
   const Shared shared{memory};
   GridDependencyWait();
   const int t = args.first_row + blockIdx.x, split = blockIdx.y, first_head = 16 * blockIdx.z;
+  // What needs no position is on its way before the position is used; the norms of the queries come
+  // while the keys are on theirs.
+  constexpr int kWarps = kTileThreads / 32;
+  HeadChannels<kDim> heads[Shared::kHeads / kWarps];
+  const int own_head = static_cast<int>(threadIdx.x) / 32;
+  LoadHeads<kDim>(args, t, first_head, own_head, heads);
+  const ChannelAngles angles = LoadHeadAngles<kDim>(args, t);
   const RowKeys keys = KeysOfRow(args, t);
   const int first = split * kAttentionSplit;
   if (first >= keys.total) return;
   LoadKeyTile<kDim>(args, OwnKeyId(keys, first), shared.keys(0));
-  LoadQueries<kDim, Shared::kHeads>(args, t, first_head, shared.query());
+#pragma unroll
+  for (int i = 0; i < Shared::kHeads / kWarps; ++i) {
+    NormRotateHead<kDim>(args, angles, heads[i], shared.query(), own_head + i * kWarps);
+  }
   CopyAsyncWait<0>();
   __syncthreads();
   ScoreTile<kDim, 1>(shared.query(), shared.keys(0), shared.scores(0), shared.scores(1));
@@ -161,12 +171,16 @@ __global__ void __launch_bounds__(kPlainThreads) PlainSplitKernel(AttentionArgs 
 // it knows how many there are, for a shorter chain of loads.
 __global__ void __launch_bounds__(kMaxHeadDim / 8) CombineKernel(AttentionArgs args) {
   LaunchDependents();
-  GridDependencyWait();
   const int t = args.first_row + blockIdx.x, head = blockIdx.y;
+  const float sink = args.job.sinks[head];  // a weight
+  GridDependencyWait();
   const int dim = args.params.head_dim, rope_dim = args.params.rope_dim;
   const int channel = 8 * threadIdx.x;
   const bool active = channel < dim;
   const RowKeys keys = KeysOfRow(args, t);
+  const int64_t row_angles = static_cast<int64_t>(t) * (rope_dim / 2);
+  const ChannelAngles angles =
+      LoadAngles(channel, dim, rope_dim, args.rope.cos + row_angles, args.rope.sin + row_angles);
   const int used = (keys.total + kAttentionSplit - 1) / kAttentionSplit;
   float max_so_far = -INFINITY, sum_so_far = 0.0f;
   float v[8] = {};
@@ -183,22 +197,29 @@ __global__ void __launch_bounds__(kMaxHeadDim / 8) CombineKernel(AttentionArgs a
       low[i] = from[0];
       high[i] = from[1];
     }
+    // Factors first and without a branch: only the maxima form a chain. A split that is not there
+    // moves nothing: factors 1 and 0.
+    FoldFactors factors[kCombineBatch];
 #pragma unroll
     for (int i = 0; i < kCombineBatch; ++i) {
-      if (first + i >= used) continue;
-      const FoldFactors factors = FoldSplit(softmax[i].x, softmax[i].y, max_so_far, sum_so_far);
+      const bool there = first + i < used;
+      factors[i] = FoldSplit(there ? softmax[i].x : -INFINITY, there ? softmax[i].y : 0.0f,
+                             max_so_far, sum_so_far);
+    }
+#pragma unroll
+    for (int i = 0; i < kCombineBatch; ++i) {
+      if (first + i >= used) break;
       const float split[8] = {low[i].x,  low[i].y,  low[i].z,  low[i].w,
                               high[i].x, high[i].y, high[i].z, high[i].w};
 #pragma unroll
-      for (int k = 0; k < 8; ++k) v[k] = FoldValue(v[k], split[k], factors);
+      for (int k = 0; k < 8; ++k) v[k] = FoldValue(v[k], split[k], factors[i]);
     }
     first += kCombineBatch;
   } while (first < used);
-  const float factor = FinalFactor(max_so_far, sum_so_far, args.job.sinks[head]);
+  const float factor = FinalFactor(max_so_far, sum_so_far, sink);
 #pragma unroll
   for (int k = 0; k < 8; ++k) v[k] = active ? v[k] * factor : 0.0f;
-  const int64_t angles = static_cast<int64_t>(t) * (rope_dim / 2);
-  TurnBack(v, channel, dim, rope_dim, args.rope.cos + angles, args.rope.sin + angles);
+  TurnBack(v, channel, dim, rope_dim, angles);
   const HeadPlace place = PlaceOfHead(head, args.params.num_heads, args.job.heads_per_group, dim);
   StoreColumns(args.job.out, t, place.first_col + channel, v, active);
   StorePadding(args.job.out, t, place.first_col + dim, place.padding_end, threadIdx.x, blockDim.x);
@@ -259,7 +280,8 @@ void LaunchSplits(const LaunchContext& launch, const AttentionArgs& args, int ro
 }  // namespace
 
 bool UsesTiles(const AttentionParams& params) {
-  return params.kv_type == KvType::kBF16 && (params.head_dim == 512 || params.head_dim == 256);
+  return params.kv_type == KvType::kBF16 && (params.head_dim == 512 || params.head_dim == 256) &&
+         params.rope_dim <= 256;
 }
 
 int64_t AttentionScratchBytes(const AttentionParams& params, int64_t rows, int64_t max_keys) {

@@ -24,18 +24,36 @@ __device__ __forceinline__ HeadPlace PlaceOfHead(int head, int num_heads, int he
   return {first, last ? group_first + group_cols : first + head_dim};
 }
 
-// Turns the lane's eight channels back; they start at channel `channel` of the head (a multiple of
-// eight). cos, sin: the row's, [rope_dim / 2].
-__device__ __forceinline__ void TurnBack(float (&v)[8], int channel, int head_dim, int rope_dim,
-                                         const float* cos, const float* sin) {
-  const int first_turned = head_dim - rope_dim;
+// Angles of the pairs among the lane's eight channels, which start at channel `channel` of the head
+// (a multiple of eight); not turned where there are none. cos, sin: the row's, [rope_dim / 2].
+struct ChannelAngles {
+  float cos[4];
+  float sin[4];
+};
+__device__ __forceinline__ ChannelAngles LoadAngles(int channel, int head_dim, int rope_dim,
+                                                    const float* cos, const float* sin) {
+  ChannelAngles angles;
 #pragma unroll
-  for (int k = 0; k < 8; k += 2) {
-    const int from = channel + k - first_turned;
+  for (int k = 0; k < 4; ++k) {
+    const int from = channel + 2 * k - (head_dim - rope_dim);
+    const bool turned = from >= 0 && from < rope_dim;
+    angles.cos[k] = turned ? cos[from / 2] : 1.0f;
+    angles.sin[k] = turned ? sin[from / 2] : 0.0f;
+  }
+  return angles;
+}
+
+// Turns the lane's eight channels back.
+__device__ __forceinline__ void TurnBack(float (&v)[8], int channel, int head_dim, int rope_dim,
+                                         const ChannelAngles& angles) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const int from = channel + 2 * k - (head_dim - rope_dim);
     if (from < 0 || from >= rope_dim) continue;
-    const float2 x = RotatePair(make_float2(v[k], v[k + 1]), cos[from / 2], -sin[from / 2]);
-    v[k] = x.x;
-    v[k + 1] = x.y;
+    const float2 x =
+        RotatePair(make_float2(v[2 * k], v[2 * k + 1]), angles.cos[k], -angles.sin[k]);
+    v[2 * k] = x.x;
+    v[2 * k + 1] = x.y;
   }
 }
 

@@ -40,7 +40,8 @@ __device__ void StoreHeads(const AttentionArgs& args, int t, int first_head, flo
       const float factor = factors[row];
       float v[8] = {low.x * factor,  low.y * factor,  low.z * factor,  low.w * factor,
                     high.x * factor, high.y * factor, high.z * factor, high.w * factor};
-      TurnBack(v, channel, kDim, rope_dim, args.rope.cos + angles, args.rope.sin + angles);
+      TurnBack(v, channel, kDim, rope_dim,
+               LoadAngles(channel, kDim, rope_dim, args.rope.cos + angles, args.rope.sin + angles));
       StoreColumns(args.job.out, t, place.first_col + channel, v, true);
     }
     StorePadding(args.job.out, t, place.first_col + kDim, place.padding_end, lane, 32);

@@ -15,8 +15,8 @@
 
 namespace ds4::cuda {
 
-// Whether the tiles serve this model and cache, and the launch in which one block folds all tiles
-// of a row and up to 64 heads (attention_prefill.cu).
+// Whether the tiles serve this model and cache (at most 256 channels turn), and the launch in which
+// one block folds all tiles of a row and up to 64 heads (attention_prefill.cu).
 bool UsesTiles(const AttentionParams& params);
 void LaunchTileRows(const LaunchContext& launch, const AttentionArgs& args, int rows);
 
@@ -71,9 +71,19 @@ __device__ __forceinline__ void LoadHead(const float* q, HeadChannels<kDim>& v) 
   }
 }
 
+// A lane's angles for its channels of a head's last 256, the same for every head.
+template <int kDim>
+__device__ __forceinline__ ChannelAngles LoadHeadAngles(const AttentionArgs& args, int t) {
+  const int rope_dim = args.params.rope_dim;
+  const int64_t row = static_cast<int64_t>(t) * (rope_dim / 2);
+  return LoadAngles(kDim - 256 + 8 * (static_cast<int>(threadIdx.x) % 32), kDim, rope_dim,
+                    args.rope.cos + row, args.rope.sin + row);
+}
+
 // Norm over all channels, rotation of the last ones, to a row of bf16 queries.
 template <int kDim>
-__device__ __forceinline__ void NormRotateHead(const AttentionArgs& args, int t,
+__device__ __forceinline__ void NormRotateHead(const AttentionArgs& args,
+                                               const ChannelAngles& angles,
                                                HeadChannels<kDim>& v, std::byte* queries, int row) {
   const int lane = threadIdx.x % 32;
   float squares = 0.0f;
@@ -84,16 +94,13 @@ __device__ __forceinline__ void NormRotateHead(const AttentionArgs& args, int t,
   }
   const float factor =
       1.0f / sqrtf(WarpSum(squares) / static_cast<float>(kDim) + args.params.norm_eps);
-  const int rope_dim = args.params.rope_dim;
-  const int64_t angles = static_cast<int64_t>(t) * (rope_dim / 2);
 #pragma unroll
   for (int i = 0; i < kDim / 256; ++i) {
 #pragma unroll
     for (int k = 0; k < 8; k += 2) {
       float2 x = make_float2(v[i][k] * factor, v[i][k + 1] * factor);
-      const int from = 256 * i + 8 * lane + k - (kDim - rope_dim);
-      if (from >= 0) {
-        x = RotatePair(x, args.rope.cos[angles + from / 2], args.rope.sin[angles + from / 2]);
+      if (i + 1 == kDim / 256 && 256 * i + 8 * lane + k >= kDim - args.params.rope_dim) {
+        x = RotatePair(x, angles.cos[k / 2], angles.sin[k / 2]);
       }
       v[i][k] = x.x, v[i][k + 1] = x.y;
     }
@@ -103,26 +110,34 @@ __device__ __forceinline__ void NormRotateHead(const AttentionArgs& args, int t,
   }
 }
 
-// The block's queries; heads past the last one become zeros. Several heads of a warp are on their
-// way at once.
+// The projections of kBatch of the block's heads on their way: `first` and every eighth behind it.
+// Heads past the last one become zeros.
+template <int kDim, int kBatch>
+__device__ __forceinline__ void LoadHeads(const AttentionArgs& args, int t, int first_head,
+                                          int first, HeadChannels<kDim> (&heads)[kBatch]) {
+  const int num_heads = args.params.num_heads;
+  const float* q = args.job.q + static_cast<int64_t>(t) * num_heads * kDim;
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const int head = first_head + first + i * (kTileThreads / 32);
+    LoadHead<kDim>(head < num_heads ? q + static_cast<int64_t>(head) * kDim : nullptr, heads[i]);
+  }
+}
+
+// The block's queries. Several heads of a warp are on their way at once.
 template <int kDim, int kHeads>
 __device__ __forceinline__ void LoadQueries(const AttentionArgs& args, int t, int first_head,
                                             std::byte* queries) {
   constexpr int kWarps = kTileThreads / 32;
   constexpr int kBatch = kHeads / kWarps < 4 ? kHeads / kWarps : 4;
-  const int num_heads = args.params.num_heads;
-  const float* q = args.job.q + static_cast<int64_t>(t) * num_heads * kDim;
+  const ChannelAngles angles = LoadHeadAngles<kDim>(args, t);
 #pragma unroll 1
   for (int first = threadIdx.x / 32; first < kHeads; first += kBatch * kWarps) {
     HeadChannels<kDim> heads[kBatch];
+    LoadHeads<kDim>(args, t, first_head, first, heads);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int head = first_head + first + i * kWarps;
-      LoadHead<kDim>(head < num_heads ? q + static_cast<int64_t>(head) * kDim : nullptr, heads[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      NormRotateHead<kDim>(args, t, heads[i], queries, first + i * kWarps);
+      NormRotateHead<kDim>(args, angles, heads[i], queries, first + i * kWarps);
     }
   }
 }
