@@ -37,7 +37,7 @@ struct Tile {
   const Job* job = nullptr;
   int row0 = 0;   // first weight row
   int x0 = 0;     // first x row, or place of a pair
-  int num_x = 0;  // 1..128
+  int num_x = 0;  // 0..128
   int expert = 0;
   bool routed = false;
 };
@@ -50,10 +50,9 @@ struct WarpSource {
   const std::byte* tiles[2];  // the two that this warp fetches and multiplies
   uint32_t lane_step;         // from the end of a lane's columns to the next lane
   uint32_t lane_fetches;
-  uint32_t padding[2];
+  const std::byte* x;
 };
 struct Loader {
-  const std::byte* x_base;
   uint32_t weights_at;    // from the tiles' start, in 16 bytes
   uint32_t fetches_left;  // of this lane
   int stages, groups;
@@ -70,7 +69,8 @@ struct Shared {
   XOffsets* offsets;   // of this thread
   WarpSource* source;  // of this warp
   Tables tables;
-  int* expert_tiles;  // [num_experts + 1] x blocks before each expert
+  int* full_before;  // [num_experts + 1] full x blocks before each expert
+  int* rests;        // [num_experts] experts with an x block that is not full, the longest first
 };
 static_assert(sizeof(XOffsets) == 16 && sizeof(WarpSource) == 32);
 constexpr int kOffsetBytes =
@@ -96,8 +96,7 @@ __device__ void MakeTables(const Args& args, std::byte* memory) {
 }
 
 // Where this lane reads.
-__device__ Tables LaneTables(const Args& args, const std::byte* memory) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+__device__ __forceinline__ Tables LaneTables(const Args& args, const std::byte* memory, int lane) {
   Tables tables;
   tables.iq2_grid = memory + lane % args.grid_copies * 8;
   tables.iq2_signs = memory + 256 * args.grid_copies * 8 + lane % args.sign_copies * 4;
@@ -106,34 +105,62 @@ __device__ Tables LaneTables(const Args& args, const std::byte* memory) {
   return tables;
 }
 
-// x blocks before each expert: an exclusive sum, each thread a run of experts. The number of all.
-__device__ int CountExpertTiles(const Args& args, int* expert_tiles) {
-  __shared__ int sums[kThreads];
+// Running sums of a value of each thread, itself included.
+__device__ uint32_t RunningSum(uint32_t value, uint32_t* sums) {
   const int thread = static_cast<int>(threadIdx.x);
-  const int run = (args.num_experts + kThreads - 1) / kThreads;
-  const int begin = min(thread * run, args.num_experts);
-  const int end = min(begin + run, args.num_experts);
-  const auto blocks = [&](int e) {
-    return (args.expert_first[e + 1] - args.expert_first[e] + kBlockX - 1) / kBlockX;
-  };
-  int own = 0;
-  for (int e = begin; e < end; ++e) own += blocks(e);
-  sums[thread] = own;
+  sums[thread] = value;
   __syncthreads();
   for (int step = 1; step < kThreads; step *= 2) {
-    const int before = thread >= step ? sums[thread - step] : 0;
+    const uint32_t before = thread >= step ? sums[thread - step] : 0;
     __syncthreads();
     sums[thread] += before;
     __syncthreads();
   }
-  int sum = sums[thread] - own;
+  return sums[thread];
+}
+
+__device__ __forceinline__ int RowsOfExpert(const Args& args, int e) {
+  return args.expert_first[e + 1] - args.expert_first[e];
+}
+
+// Lists the x blocks of all experts: full ones by expert, then each expert's rest by falling number
+// of groups, so that blocks that take turns get about the same work. The number of x blocks.
+__device__ int ListExpertTiles(const Args& args, const Shared& shared) {
+  __shared__ uint32_t full_sums[kThreads], many_sums[kThreads], few_sums[kThreads];
+  const int thread = static_cast<int>(threadIdx.x);
+  const int run = (args.num_experts + kThreads - 1) / kThreads;
+  const int begin = min(thread * run, args.num_experts);
+  const int end = min(begin + run, args.num_experts);
+  const auto groups = [&](int e) { return (RowsOfExpert(args, e) % kBlockX + 31) / 32; };
+  // Rests of 4 and 3 groups, of 2 and 1: two counts of 16 bits in a word.
+  uint32_t full = 0, many = 0, few = 0;
   for (int e = begin; e < end; ++e) {
-    expert_tiles[e] = sum;
-    sum += blocks(e);
+    full += static_cast<uint32_t>(RowsOfExpert(args, e) / kBlockX);
+    const int num = groups(e);
+    many += num == 4 ? 1u : num == 3 ? 0x10000u : 0u;
+    few += num == 2 ? 1u : num == 1 ? 0x10000u : 0u;
   }
-  if (thread == 0) expert_tiles[args.num_experts] = sums[kThreads - 1];
+  uint32_t at = RunningSum(full, full_sums) - full;
+  many = RunningSum(many, many_sums) - many;
+  few = RunningSum(few, few_sums) - few;
+  const uint32_t all_many = many_sums[kThreads - 1], all_few = few_sums[kThreads - 1];
+  const uint32_t num4 = all_many & 0xffff, num3 = all_many >> 16;
+  const uint32_t num2 = all_few & 0xffff, num1 = all_few >> 16;
+  uint32_t place[5] = {0, num4 + num3 + num2 + (few >> 16), num4 + num3 + (few & 0xffff),
+                       num4 + (many >> 16), many & 0xffff};
+  for (int e = begin; e < end; ++e) {
+    shared.full_before[e] = static_cast<int>(at);
+    at += static_cast<uint32_t>(RowsOfExpert(args, e) / kBlockX);
+    const int num = groups(e);
+#pragma unroll
+    for (int i = 1; i <= kGroups; ++i) {
+      if (num == i) shared.rests[place[i]++] = e;
+    }
+  }
+  const uint32_t all_full = full_sums[kThreads - 1];
+  if (thread == 0) shared.full_before[args.num_experts] = static_cast<int>(all_full);
   __syncthreads();
-  return expert_tiles[args.num_experts];
+  return static_cast<int>(all_full + num4 + num3 + num2 + num1);
 }
 
 __device__ Tile RoutedTile(const Args& args, const Shared& shared, int index) {
@@ -144,19 +171,33 @@ __device__ Tile RoutedTile(const Args& args, const Shared& shared, int index) {
   const int x_block = index / tile.job->row_blocks;
   tile.row0 =
       index % tile.job->row_blocks * (tile.job->up != nullptr ? kBlockRows / 2 : kBlockRows);
-  int low = 0, high = args.num_experts;  // the last expert with expert_tiles[e] <= x_block
+  const int num_full = shared.full_before[args.num_experts];
+  if (x_block >= num_full) {
+    tile.expert = shared.rests[x_block - num_full];
+    const int rows = RowsOfExpert(args, tile.expert);
+    tile.x0 = args.expert_first[tile.expert] + rows / kBlockX * kBlockX;
+    tile.num_x = rows % kBlockX;
+    return tile;
+  }
+  int low = 0, high = args.num_experts;  // the last expert with full_before[e] <= x_block
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    (shared.expert_tiles[middle] <= x_block ? low : high) = middle;
+    (shared.full_before[middle] <= x_block ? low : high) = middle;
   }
   tile.expert = low;
-  tile.x0 = args.expert_first[low] + (x_block - shared.expert_tiles[low]) * kBlockX;
-  tile.num_x = min(kBlockX, args.expert_first[low + 1] - tile.x0);
+  tile.x0 = args.expert_first[low] + (x_block - shared.full_before[low]) * kBlockX;
+  tile.num_x = kBlockX;
   return tile;
 }
 
 __device__ Tile TileAt(const Args& args, const Shared& shared, int index) {
   if (index >= args.num_tiles) return RoutedTile(args, shared, index - args.num_tiles);
+  int part = 0, width = kBlockX;
+  if (index >= args.num_whole) {
+    part = (index - args.num_whole) % args.parts;
+    index = args.num_whole + (index - args.num_whole) / args.parts;
+    width = kBlockX / args.parts;
+  }
   int j = 0;
   while (j + 1 < args.num_jobs && args.jobs[j + 1].first_tile <= index) ++j;
   Tile tile;
@@ -164,8 +205,10 @@ __device__ Tile TileAt(const Args& args, const Shared& shared, int index) {
   // All x blocks of one row block side by side: each weight is read once from device memory.
   const int local = index - tile.job->first_tile;
   tile.row0 = local / tile.job->x_blocks * (tile.job->up != nullptr ? kBlockRows / 2 : kBlockRows);
-  tile.x0 = local % tile.job->x_blocks * kBlockX;
-  tile.num_x = min(kBlockX, tile.job->x_rows - tile.x0);
+  const int x0 = local % tile.job->x_blocks * kBlockX + part * width;
+  // A part may have no row: then it multiplies the last one, and stores nothing.
+  tile.num_x = max(min(width, tile.job->x_rows - x0), 0);
+  tile.x0 = min(x0, tile.job->x_rows - 1);
   return tile;
 }
 
@@ -192,11 +235,10 @@ template <typename F>
 __device__ Loader MakeLoader(const Args& args, const Shared& shared, const Tile& tile) {
   const Job& job = *tile.job;
   Loader loader;
-  loader.groups = (tile.num_x + 31) / 32;
+  loader.groups = max((tile.num_x + 31) / 32, 1);
   const int thread = static_cast<int>(threadIdx.x);
-  loader.x_base = reinterpret_cast<const std::byte*>(job.x);
   for (int i = 0; i < kGroups; ++i) {
-    const int64_t place = tile.x0 + min(32 * i + thread / 8, tile.num_x - 1);
+    const int64_t place = tile.x0 + max(min(32 * i + thread / 8, tile.num_x - 1), 0);
     const int64_t row = tile.routed && args.gather ? args.pairs[place] / args.used : place;
     shared.offsets->groups[i] =
         static_cast<uint32_t>(row * job.x_stride / 8) + static_cast<uint32_t>(thread % 8);
@@ -205,6 +247,7 @@ __device__ Loader MakeLoader(const Args& args, const Shared& shared, const Tile&
   __syncwarp();  // all lanes have read the tile before
   if (shared.place.lane == 0) {
     PlaceWeights(shared, tile);
+    shared.source->x = reinterpret_cast<const std::byte*>(job.x);
     shared.source->lane_step = static_cast<uint32_t>((job.matrix_bytes - job.tile_bytes) / 16);
     shared.source->lane_fetches = lane_fetches;
   }
@@ -258,7 +301,7 @@ __device__ __forceinline__ void IssueStage(Loader& loader, const Shared& shared,
         shared.x + stage % kSlots * kXStageBytes + row * 128 + ((unit ^ (row % 2 * 4)) * 16);
     const uint4 all = LoadWords4(reinterpret_cast<const std::byte*>(shared.offsets->groups));
     const uint32_t offsets[kGroups] = {all.x, all.y, all.z, all.w};
-    const std::byte* x = loader.x_base + stage * (kStageCols * 2);
+    const std::byte* x = shared.source->x + stage * (kStageCols * 2);
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       if (i < groups) CopyAsync16(to + i * 32 * 128, At16(x, offsets[i]));
@@ -410,7 +453,7 @@ __device__ __forceinline__ void MultiplyStages(Loader& loader, const Shared& sha
 
 // The loop has no branch but its own, so that sums stay where they are and matrix instructions need
 // no convergence: hence one loop for each number of groups. Formats that dense matrices use have
-// fewer; groups without rows then cost time, but change nothing.
+// none for three; groups without rows then cost time, but change nothing.
 template <typename F>
 __device__ __forceinline__ void Multiply(Loader& loader, const Shared& shared, Sums& sums) {
   CopyAsyncWait<kPending>();
@@ -421,10 +464,10 @@ __device__ __forceinline__ void Multiply(Loader& loader, const Shared& shared, S
   }
   // A ballot tells the compiler that the whole warp goes one way.
   const int groups = loader.groups;
+  if (__ballot_sync(kFullMask, groups == 1) != 0) {
+    return MultiplyStages<F, 1>(loader, shared, sums);
+  }
   if constexpr (F::kForExperts) {
-    if (__ballot_sync(kFullMask, groups == 1) != 0) {
-      return MultiplyStages<F, 1>(loader, shared, sums);
-    }
     if (__ballot_sync(kFullMask, groups == 3) != 0) {
       return MultiplyStages<F, 3>(loader, shared, sums);
     }
@@ -435,8 +478,15 @@ __device__ __forceinline__ void Multiply(Loader& loader, const Shared& shared, S
   MultiplyStages<F, 4>(loader, shared, sums);
 }
 
-__device__ __forceinline__ void MultiplyAny(DType dtype, Loader& loader, const Shared& shared,
-                                            Sums& sums) {
+// Made for each tile: kept over all, they would cost the other formats registers.
+__device__ __forceinline__ Shared WithTables(const Args& args, const Shared& shared) {
+  Shared with = shared;
+  with.tables = LaneTables(args, shared.x + args.tables_at, shared.place.lane);
+  return with;
+}
+
+__device__ __forceinline__ void MultiplyAny(const Args& args, DType dtype, Loader& loader,
+                                            const Shared& shared, Sums& sums) {
   switch (dtype) {
     case DType::kQ8_0:
       return Multiply<Q8_0>(loader, shared, sums);
@@ -445,7 +495,7 @@ __device__ __forceinline__ void MultiplyAny(DType dtype, Loader& loader, const S
     case DType::kQ2_K:
       return Multiply<Q2_K>(loader, shared, sums);
     case DType::kIQ2_XXS:
-      return Multiply<Iq2Xxs>(loader, shared, sums);
+      return Multiply<Iq2Xxs>(loader, WithTables(args, shared), sums);
     case DType::kMXFP4:
       return Multiply<Mxfp4>(loader, shared, sums);
     case DType::kF16:
@@ -484,7 +534,7 @@ __device__ Loader Start(const Args& args, const Shared& shared, int index) {
 // Tiles are looked up again where they are needed: kept over the loop, they would cost registers.
 __device__ __forceinline__ void MultiplyTileAt(const Args& args, const Shared& shared, int index,
                                                Loader& loader, Sums& sums) {
-  MultiplyAny(TileAt(args, shared, index).job->dtype, loader, shared, sums);
+  MultiplyAny(args, TileAt(args, shared, index).job->dtype, loader, shared, sums);
 }
 
 // Calls put(x, n, odd) for each x row of this thread's sums: sums[i][n][odd] is of weight row 16i +
@@ -578,8 +628,8 @@ __device__ Shared MakeShared(std::byte* memory, const Args& args) {
   shared.source =
       reinterpret_cast<WarpSource*>(memory + kXBytes + kThreads * sizeof(XOffsets)) + thread / 32;
   shared.weights = memory + kXBytes + kOffsetBytes;
-  if (args.uses_iq2) shared.tables = LaneTables(args, memory + args.tables_at);
-  shared.expert_tiles = reinterpret_cast<int*>(memory + args.experts_at);
+  shared.full_before = reinterpret_cast<int*>(memory + args.experts_at);
+  shared.rests = shared.full_before + args.num_experts + 1;
   return shared;
 }
 
@@ -591,7 +641,7 @@ __global__ void __launch_bounds__(kThreads, 1) GemmKernel(const __grid_constant_
   GridDependencyWait();
   int num_tiles = args.num_tiles;
   if (args.num_experts > 0) {
-    num_tiles += CountExpertTiles(args, shared.expert_tiles) * args.jobs[args.num_jobs].row_blocks;
+    num_tiles += ListExpertTiles(args, shared) * args.jobs[args.num_jobs].row_blocks;
   }
   int index = static_cast<int>(blockIdx.x);
   if (index >= num_tiles) return;
@@ -612,7 +662,7 @@ __global__ void __launch_bounds__(kThreads, 1) GemmKernel(const __grid_constant_
 }
 
 // Dynamic shared memory that a block may ask for beside its static part.
-constexpr int kMaxSharedBytes = 227 * 1024 - kThreads * 4;
+constexpr int kMaxSharedBytes = 227 * 1024 - 3 * kThreads * 4;
 int TableBytes(int grid_copies, int sign_copies) {
   return 256 * 8 * grid_copies + 128 * 4 * sign_copies;
 }
@@ -643,6 +693,15 @@ int WeightBytes(DType dtype) {
                    << ": use LaunchProducts";
       return 0;
   }
+}
+
+// The last round of tiles, when most blocks would have none: in parts of 64 or 32 x rows.
+void SplitLastTiles(int num_sms, Args& args) {
+  const int rest = args.num_tiles % num_sms;
+  args.parts = rest * 4 <= num_sms ? 4 : rest * 2 <= num_sms ? 2 : 1;
+  if (args.num_experts > 0) args.parts = 1;
+  args.num_whole = args.num_tiles - rest;
+  args.num_tiles = args.num_whole + rest * args.parts;
 }
 
 }  // namespace
@@ -681,7 +740,7 @@ void LaunchTiles(const LaunchContext& launch, Args& args) {
   }
   if (args.uses_iq2) std::copy(kIq2XxsCodes.begin(), kIq2XxsCodes.end(), args.iq2_codes);
   args.tables_at = kXBytes + kOffsetBytes + weight_bytes;
-  const int expert_bytes = args.num_experts > 0 ? (args.num_experts + 1) * 4 : 0;
+  const int expert_bytes = args.num_experts > 0 ? (2 * args.num_experts + 1) * 4 : 0;
   // A copy for each bank, where they fit.
   const bool copies = args.tables_at + TableBytes(16, 32) + expert_bytes <= kMaxSharedBytes;
   args.grid_copies = copies ? 16 : 1;
@@ -689,6 +748,7 @@ void LaunchTiles(const LaunchContext& launch, Args& args) {
   args.experts_at =
       args.tables_at + (args.uses_iq2 ? TableBytes(args.grid_copies, args.sign_copies) : 0);
   const int shared_bytes = args.experts_at + expert_bytes;
+  SplitLastTiles(launch.num_sms, args);
   // The routed job's tiles are counted on the device: blocks without one leave at once.
   const int blocks =
       args.num_experts > 0 ? launch.num_sms : std::min(launch.num_sms, args.num_tiles);

@@ -47,6 +47,9 @@ struct Args {
   Job jobs[kMaxJobs];
   int num_jobs = 0;  // those with a known number of tiles
   int num_tiles = 0;
+  // Tiles from num_whole on are in `parts` parts each, by x rows; num_tiles counts the parts.
+  int num_whole = 0;
+  int parts = 1;
   // The routed job is jobs[num_jobs] when num_experts is not 0.
   int num_experts = 0;
   int used = 0;

@@ -32,6 +32,7 @@ gemm::Job SwiGluJob(const PackedMatrix& gate, const PackedMatrix& up, const Acti
 void AddRoutedJob(const gemm::Job& job, const Routing& routing, int num_experts, int used,
                   gemm::Args& args) {
   CHECK(used > 0 && used <= kMaxExpertsUsed) << used << " experts a row";
+  CHECK(num_experts < 65536) << num_experts << " experts: their tiles are counted in 16 bits";
   args.jobs[args.num_jobs] = job;
   args.num_experts = num_experts;
   args.used = used;
