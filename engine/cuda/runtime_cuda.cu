@@ -382,12 +382,21 @@ bool SupportsOverlap() {
 
 int Prepare(const void* kernel, dim3 block, size_t bytes) {
   if (uint64_t{block.x} * block.y * block.z > kMaxBlockThreads) return cudaErrorInvalidConfiguration;
-  if (bytes <= kSharedBytesWithoutAsking) return cudaSuccess;
   // The limit belongs to kernel and device; it only ever grows.
   static std::mutex mutex;
   static std::map<std::pair<int, const void*>, size_t> allowed;
   const std::lock_guard lock(mutex);
-  size_t& limit = allowed[{thread_device, kernel}];
+  const auto [place, is_new] = allowed.emplace(std::pair(thread_device, kernel), 0);
+  size_t& limit = place->second;
+  if (is_new) {
+    // All kernels ask for the same division of an SM's memory: one that differs cannot start before
+    // the SM is empty, which would undo the overlap of a kernel with the one before it.
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                             cudaSharedmemCarveoutMaxShared);
+    if (error != cudaSuccess) return error;
+    limit = kSharedBytesWithoutAsking;
+  }
   if (bytes <= limit) return cudaSuccess;
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
