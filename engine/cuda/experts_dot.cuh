@@ -67,8 +67,8 @@ __device__ __forceinline__ void Iq2Values(const LaneTables& own, uint32_t index,
   const uint32_t signs = *reinterpret_cast<const uint32_t*>(own.tables + 256 * 4 * kWarpSize +
                                                             ((code & 0x3f80u) | own.copy));
   const uint32_t selector = grid | signs;
-  low = __byte_perm(0x002b1908u, 0x00d5e7f8u, selector);
-  high = __byte_perm(0x002b1908u, 0x00d5e7f8u, selector >> 16);
+  low = SelectBytes(0x002b1908u, 0x00d5e7f8u, selector);
+  high = SelectBytes(0x002b1908u, 0x00d5e7f8u, selector >> 16);
 }
 // The scale nibbles of step 4u + t, a bit in each word of lane t's unit u: row g in the low half,
 // row g + 8 in the high one.

@@ -226,6 +226,18 @@ namespace ds4::cuda {
 inline constexpr int kWarpSize = 32;
 inline constexpr uint32_t kFullMask = 0xffffffffu;
 
+// __byte_perm for selectors whose low four nibbles are known to be at most 7; it need not clear their
+// top bits. Bits 16-31 of the selector do not count.
+__device__ __forceinline__ uint32_t SelectBytes(uint32_t x, uint32_t y, uint32_t selector) {
+#if defined(__CUDA_ARCH__)
+  uint32_t bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(x), "r"(y), "r"(selector));
+  return bytes;
+#else
+  return __byte_perm(x, y, selector);
+#endif
+}
+
 // Every lane gets the sum (the same bits) in the fixed order of the tree 16, 8, 4, 2, 1.
 __device__ __forceinline__ float WarpSum(float value) {
 #pragma unroll
