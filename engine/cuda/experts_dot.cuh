@@ -13,18 +13,21 @@
 namespace ds4::cuda {
 
 // ---- IQ2_XXS tables in shared memory: entry i of lane l at word 32 i + l. An entry has a nibble
-// for each of 8 columns: which of the magnitudes 8, 25, 43 (grid), and 4 where it is negative
-// (signs), so that grid | signs selects bytes of two registers.
-inline constexpr int kIq2SignWords = 128 * kWarpSize;
-inline constexpr int kIq2TableBytes = (256 * kWarpSize + kIq2SignWords) * 4;
+// for each of 8 columns: which of the magnitudes 8, 25, 43 (grid, entries 0-255), and 4 where it is
+// negative (signs, entries 256-511), so that grid | signs selects bytes of two registers. Signs
+// have an entry for each byte, though the top bit of a sign code belongs to the scale: a whole byte
+// times 128 is one instruction's address.
+inline constexpr int kIq2Entries = 512;
+inline constexpr int kIq2EntryBytes = 4 * kWarpSize;
+inline constexpr int kIq2TableBytes = kIq2Entries * kIq2EntryBytes;
 
 struct Iq2Selectors {
-  uint32_t words[384];
+  uint32_t words[kIq2Entries];
 };
 constexpr Iq2Selectors MakeIq2Selectors() {
   Iq2Selectors table{};
-  for (uint32_t i = 0; i < 384; ++i) {
-    const uint32_t code = i < 256 ? uint32_t{kIq2XxsCodes[i]} : i - 256;
+  for (uint32_t i = 0; i < kIq2Entries; ++i) {
+    const uint32_t code = i < 256 ? uint32_t{kIq2XxsCodes[i]} : i & 127;
     uint32_t parity = code ^ code >> 4;
     parity ^= parity >> 2;
     parity ^= parity >> 1;
@@ -42,7 +45,8 @@ __device__ __forceinline__ void LoadIq2Tables(uint32_t* tables) {
   static constexpr Iq2Selectors kSelectors = kIq2Selectors;
   // Eight threads an entry, four copies each.
 #pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < 384 * 8; i += static_cast<int>(blockDim.x)) {
+  for (int i = static_cast<int>(threadIdx.x); i < kIq2Entries * 8;
+       i += static_cast<int>(blockDim.x)) {
     const uint32_t word = kSelectors.words[i / 8];
     *reinterpret_cast<uint4*>(tables + 4 * i) = make_uint4(word, word, word, word);
   }
@@ -50,22 +54,22 @@ __device__ __forceinline__ void LoadIq2Tables(uint32_t* tables) {
 
 // The tables for one lane.
 struct LaneTables {
-  const std::byte* tables;
-  uint32_t copy;  // offset of the lane's copy
+  const std::byte* copy;  // the lane's copy of entry 0
 
   // The exchange with itself keeps the compiler from working the offset out again at each look-up.
-  __device__ __forceinline__ explicit LaneTables(const uint32_t* shared_tables)
-      : tables(reinterpret_cast<const std::byte*>(shared_tables)),
-        copy(__shfl_sync(kFullMask, static_cast<uint32_t>(4 * LaneId()), LaneId())) {}
+  __device__ __forceinline__ explicit LaneTables(const std::byte* tables)
+      : copy(tables + __shfl_sync(kFullMask, 4 * LaneId(), LaneId())) {}
 };
 
-// Eight signed values of one row; index and sign code come shifted to bit 7.
-__device__ __forceinline__ void Iq2Values(const LaneTables& own, uint32_t index, uint32_t code,
-                                          uint32_t& low, uint32_t& high) {
-  const uint32_t grid =
-      *reinterpret_cast<const uint32_t*>(own.tables + ((index & 0x7f80u) | own.copy));
-  const uint32_t signs = *reinterpret_cast<const uint32_t*>(own.tables + 256 * 4 * kWarpSize +
-                                                            ((code & 0x3f80u) | own.copy));
+// Eight signed values of one row from bytes kByte (index) and kByte + 1 (sign code) of the word.
+template <uint32_t kByte>
+__device__ __forceinline__ void Iq2Values(const LaneTables& own, uint32_t word, uint32_t& low,
+                                          uint32_t& high) {
+  const uint32_t index = SelectBytes(word, 0, 0x4440u + kByte);
+  const uint32_t code = SelectBytes(word, 0, 0x4441u + kByte);
+  const uint32_t grid = *reinterpret_cast<const uint32_t*>(own.copy + index * kIq2EntryBytes);
+  const uint32_t signs =
+      *reinterpret_cast<const uint32_t*>(own.copy + code * kIq2EntryBytes + 256 * kIq2EntryBytes);
   const uint32_t selector = grid | signs;
   low = SelectBytes(0x002b1908u, 0x00d5e7f8u, selector);
   high = SelectBytes(0x002b1908u, 0x00d5e7f8u, selector >> 16);
@@ -115,8 +119,8 @@ struct Iq2Decoder {
       now[1] = *reinterpret_cast<const float4*>(scales + 256 * (s / 4) + 16);
     }
     const uint32_t word = Word(unit[s / 4], s % 4);
-    Iq2Values(tables, word << 7, word >> 1, w.a[0], w.a[2]);
-    Iq2Values(tables, word >> 9, word >> 17, w.a[1], w.a[3]);
+    Iq2Values<0>(tables, word, w.a[0], w.a[2]);
+    Iq2Values<2>(tables, word, w.a[1], w.a[3]);
     const float4& pair = now[s % 4 / 2];
     w.scale[0] = s % 2 == 0 ? pair.x : pair.z;
     w.scale[1] = s % 2 == 0 ? pair.y : pair.w;

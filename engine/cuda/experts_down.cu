@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(kMaxDownWarps* kWarpSize, 1)
   const int thread = static_cast<int>(threadIdx.x);
   const int warp = thread / kWarpSize;
   const int warp_sums = job.sum_rows * kSumStride;
-  const LaneTables tables(reinterpret_cast<const uint32_t*>(memory));
+  const LaneTables tables(memory);
   float* sums = reinterpret_cast<float*>(memory + job.table_bytes);
   int* x_rows = reinterpret_cast<int*>(memory + job.rows_at) + warp * kGroupPairs;
   std::byte* rings = memory + job.fixed_bytes;

@@ -177,8 +177,8 @@ struct RowDecoder<DType::kIQ2_XXS> {
   __device__ __forceinline__ void Step(int s, StepWeights& w) {
     if (s % 4 == 0) unit = Load16(chunk + 128 * s + 16 * LaneId());
     const uint32_t word = Word(unit, s % 4);
-    Iq2Values(tables, word << 7, word >> 1, w.a[0], w.a[2]);
-    Iq2Values(tables, word >> 9, word >> 17, w.a[1], w.a[3]);
+    Iq2Values<0>(tables, word, w.a[0], w.a[2]);
+    Iq2Values<2>(tables, word, w.a[1], w.a[3]);
   }
   // After a step of the unit.
   __device__ __forceinline__ float2 OwnScales(int) const {

@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(kUpThreads, 1)
   DS4_DYNAMIC_SHARED(memory);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int block = static_cast<int>(blockIdx.x);
-  const LaneTables tables(reinterpret_cast<const uint32_t*>(memory));
+  const LaneTables tables(memory);
   float* partial = reinterpret_cast<float*>(memory + job.table_bytes);
   const int partial_floats = 2 * job.num_slices * kPartialFloats;
   int* x_rows =
@@ -496,7 +496,7 @@ __global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int block = static_cast<int>(blockIdx.x);
   constexpr int kCols = kOneRow ? 1 : 2;
-  const LaneTables tables(reinterpret_cast<const uint32_t*>(memory));
+  const LaneTables tables(memory);
   float* partial = reinterpret_cast<float*>(memory + job.table_bytes);
   const int partial_floats = 2 * job.num_slices * (kOneRow ? kPartialStride : kPartialFloats);
   [[maybe_unused]] int* x_rows =
