@@ -72,13 +72,13 @@ __global__ void __launch_bounds__(kTileThreads, 2) TileSplitKernel(AttentionArgs
   __syncthreads();
   const int head = HeadOfPass(0);
   if (head < Shared::kHeads) {
-    const float2 softmax =
-        WeighHead(shared.scores(0), shared.scores(1), head, args.scale, keys.total - first);
+    float2 softmax[1];
+    WeighHeads(shared.scores(0), shared.scores(1), args.scale, keys.total - first, softmax);
     if (threadIdx.x % 8 == 0) {
       shared.old_part()[head] = 0.0f;
       shared.new_part()[head] = 1.0f;
       if (first_head + head < args.params.num_heads) {
-        args.softmax[args.SplitIndex(t, first_head + head, split)] = softmax;
+        args.softmax[args.SplitIndex(t, first_head + head, split)] = softmax[0];
       }
     }
   }

@@ -25,9 +25,10 @@ __device__ void StoreHeads(const AttentionArgs& args, int t, int first_head, flo
       *reinterpret_cast<float2*>(to + 8 * kStride) = make_float2(sums[m][n][2], sums[m][n][3]);
     }
   }
-  __syncthreads();
   const int rope_dim = args.params.rope_dim;
-  const int64_t angles = static_cast<int64_t>(t) * (rope_dim / 2);
+  const ChannelAngles angles = LoadHeadAngles<kDim>(args, t);
+  __syncthreads();
+#pragma unroll 2
   for (int row = warp; row < 16 * kHeadTiles; row += kTileThreads / 32) {
     const int head = first_head + row;
     if (head >= args.params.num_heads) continue;
@@ -40,16 +41,29 @@ __device__ void StoreHeads(const AttentionArgs& args, int t, int first_head, flo
       const float factor = factors[row];
       float v[8] = {low.x * factor,  low.y * factor,  low.z * factor,  low.w * factor,
                     high.x * factor, high.y * factor, high.z * factor, high.w * factor};
-      TurnBack(v, channel, kDim, rope_dim,
-               LoadAngles(channel, kDim, rope_dim, args.rope.cos + angles, args.rope.sin + angles));
+      if (channel >= kDim - 256) TurnBack(v, channel, kDim, rope_dim, angles);
       StoreColumns(args.job.out, t, place.first_col + channel, v, true);
     }
     StorePadding(args.job.out, t, place.first_col + kDim, place.padding_end, lane, 32);
   }
 }
 
+// Brings another row's projections to L2.
+template <int kDim, int kHeads>
+__device__ __forceinline__ void PrefetchQueries(const AttentionArgs& args, int t, int first_head) {
+  constexpr int kWarps = kTileThreads / 32;
+  if (threadIdx.x % 32 != 0) return;
+  const int heads = min(args.params.num_heads - first_head, kHeads);
+  const int bytes = heads * (kDim * 4 / kWarps);  // of each warp
+  const float* q =
+      args.job.q + (static_cast<int64_t>(t) * args.params.num_heads + first_head) * kDim;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  PrefetchL2(reinterpret_cast<const std::byte*>(q) + warp * bytes, static_cast<uint32_t>(bytes));
+}
+
+// `ahead`: blocks that run at once; block t + ahead starts about when block t ends.
 template <int kDim, int kHeadTiles>
-__global__ void __launch_bounds__(kTileThreads, 1) TileRowsKernel(AttentionArgs args) {
+__global__ void __launch_bounds__(kTileThreads, 1) TileRowsKernel(AttentionArgs args, int ahead) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
   using Shared = TileShared<kDim, kHeadTiles, kStages>;
@@ -61,6 +75,11 @@ __global__ void __launch_bounds__(kTileThreads, 1) TileRowsKernel(AttentionArgs 
   LoadKeyTile<kDim>(args, OwnKeyId(keys, 0), shared.keys(0));
   int next_id = OwnKeyId(keys, kAttentionSplit);  // one tile ahead of its use
   LoadQueries<kDim, Shared::kHeads>(args, t, first_head, shared.query());
+  if (t + ahead < static_cast<int>(gridDim.x)) {
+    PrefetchQueries<kDim, Shared::kHeads>(args, t + ahead, first_head);
+  }
+  // Of the two warps of a scheduler, one starts its copies while the other multiplies.
+  const bool copies_first = threadIdx.x < kTileThreads / 2;
 
   TileSums<kDim, kHeadTiles> sums = {};
   float max_so_far[kPasses], sum_so_far[kPasses];
@@ -72,24 +91,28 @@ __global__ void __launch_bounds__(kTileThreads, 1) TileRowsKernel(AttentionArgs 
   for (int first = 0, stage = 0; first < keys.total; first += kAttentionSplit, stage ^= 1) {
     CopyAsyncWait<0>();
     __syncthreads();  // the tile is there, and nobody uses the one before any more
-    if (first + kAttentionSplit < keys.total) {
-      LoadKeyTile<kDim>(args, next_id, shared.keys(stage ^ 1));
-      next_id = OwnKeyId(keys, first + 2 * kAttentionSplit);
-    }
+    const auto load_next = [&] {
+      if (first + kAttentionSplit < keys.total) {
+        LoadKeyTile<kDim>(args, next_id, shared.keys(stage ^ 1));
+        next_id = OwnKeyId(keys, first + 2 * kAttentionSplit);
+      }
+    };
+    if (copies_first) load_next();
     ScoreTile<kDim, kHeadTiles>(shared.query(), shared.keys(stage), shared.scores(0),
                                 shared.scores(1));
+    if (!copies_first) load_next();
     __syncthreads();
+    if (HeadOfPass(0) < Shared::kHeads) {
+      float2 softmax[kPasses];
+      WeighHeads(shared.scores(0), shared.scores(1), args.scale, keys.total - first, softmax);
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int head = HeadOfPass(pass);
-      if (head >= Shared::kHeads) continue;
-      const float2 softmax =
-          WeighHead(shared.scores(0), shared.scores(1), head, args.scale, keys.total - first);
-      const FoldFactors factors =
-          FoldSplit(softmax.x, softmax.y, max_so_far[pass], sum_so_far[pass]);
-      if (threadIdx.x % 8 == 0) {
-        shared.old_part()[head] = factors.old_part;
-        shared.new_part()[head] = factors.new_part;
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const FoldFactors factors =
+            FoldSplit(softmax[pass].x, softmax[pass].y, max_so_far[pass], sum_so_far[pass]);
+        if (threadIdx.x % 8 == 0) {
+          shared.old_part()[HeadOfPass(pass)] = factors.old_part;
+          shared.new_part()[HeadOfPass(pass)] = factors.new_part;
+        }
       }
     }
     __syncthreads();
@@ -117,7 +140,8 @@ template <int kDim, int kHeadTiles>
 void LaunchRows(const LaunchContext& launch, const AttentionArgs& args, int rows) {
   const unsigned groups = (args.params.num_heads + 16 * kHeadTiles - 1) / (16 * kHeadTiles);
   Launch(launch, dim3(rows, groups), dim3(kTileThreads),
-         TileShared<kDim, kHeadTiles, kStages>::kBytes, TileRowsKernel<kDim, kHeadTiles>, args);
+         TileShared<kDim, kHeadTiles, kStages>::kBytes, TileRowsKernel<kDim, kHeadTiles>, args,
+         launch.num_sms);
 }
 
 // More heads in a block read each key less often, as long as there are blocks for all of the

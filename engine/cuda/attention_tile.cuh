@@ -83,8 +83,8 @@ __device__ __forceinline__ ChannelAngles LoadHeadAngles(const AttentionArgs& arg
 // Norm over all channels, rotation of the last ones, to a row of bf16 queries.
 template <int kDim>
 __device__ __forceinline__ void NormRotateHead(const AttentionArgs& args,
-                                               const ChannelAngles& angles,
-                                               HeadChannels<kDim>& v, std::byte* queries, int row) {
+                                               const ChannelAngles& angles, HeadChannels<kDim>& v,
+                                               std::byte* queries, int row) {
   const int lane = threadIdx.x % 32;
   float squares = 0.0f;
 #pragma unroll
@@ -124,12 +124,12 @@ __device__ __forceinline__ void LoadHeads(const AttentionArgs& args, int t, int 
   }
 }
 
-// The block's queries. Several heads of a warp are on their way at once.
+// The block's queries. Up to eight heads of a warp are on their way at once.
 template <int kDim, int kHeads>
 __device__ __forceinline__ void LoadQueries(const AttentionArgs& args, int t, int first_head,
                                             std::byte* queries) {
   constexpr int kWarps = kTileThreads / 32;
-  constexpr int kBatch = kHeads / kWarps < 4 ? kHeads / kWarps : 4;
+  constexpr int kBatch = kHeads / kWarps < 8 ? kHeads / kWarps : 8;
   const ChannelAngles angles = LoadHeadAngles<kDim>(args, t);
 #pragma unroll 1
   for (int first = threadIdx.x / 32; first < kHeads; first += kBatch * kWarps) {
@@ -239,29 +239,40 @@ __device__ __forceinline__ void ScoreTile(std::byte* queries, std::byte* tile, f
   }
 }
 
-// Over the eight lanes that share a head.
-__device__ __forceinline__ float HeadMax(float x) {
+// Of each pass, over the eight lanes that share a head. Passes go side by side, for a shuffle takes
+// its time.
+template <int kPasses>
+__device__ __forceinline__ void HeadMax(float (&x)[kPasses]) {
 #pragma unroll
-  for (int lane = 4; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(kFullMask, x, lane));
-  return x;
+  for (int lane = 4; lane > 0; lane /= 2) {
+    float other[kPasses];
+#pragma unroll
+    for (int p = 0; p < kPasses; ++p) other[p] = __shfl_xor_sync(kFullMask, x[p], lane);
+#pragma unroll
+    for (int p = 0; p < kPasses; ++p) x[p] = fmaxf(x[p], other[p]);
+  }
 }
-__device__ __forceinline__ float HeadSum(float x) {
+template <int kPasses>
+__device__ __forceinline__ void HeadSum(float (&x)[kPasses]) {
 #pragma unroll
-  for (int lane = 4; lane > 0; lane /= 2) x += __shfl_xor_sync(kFullMask, x, lane);
-  return x;
+  for (int lane = 4; lane > 0; lane /= 2) {
+    float other[kPasses];
+#pragma unroll
+    for (int p = 0; p < kPasses; ++p) other[p] = __shfl_xor_sync(kFullMask, x[p], lane);
+#pragma unroll
+    for (int p = 0; p < kPasses; ++p) x[p] += other[p];
+  }
 }
 
 // The head of scores and weights that this thread works on in pass i; each has eight lanes, which
 // stand in one warp.
 __device__ __forceinline__ int HeadOfPass(int pass) { return 32 * pass + threadIdx.x / 8; }
 
-// One head's scores to weights e^(s - max), rounded to bf16 and written over the scores of the
-// first half. Returns (max, sum of the weights) in each of the head's eight lanes. count: valid
-// keys.
-__device__ __forceinline__ float2 WeighHead(float* low, const float* high, int head, float scale,
-                                            int count) {
+// A head's share of a lane: eight scores, keys 4 part..+3 and 32 + 4 part..+3. Those past `count`
+// weigh nothing.
+__device__ __forceinline__ void LoadScores(const float* low, const float* high, int head,
+                                           float scale, int count, float (&s)[8]) {
   const int part = threadIdx.x % 8;
-  float s[8];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int at = head * kScoreStride + 32 * i + 4 * part;
@@ -270,13 +281,16 @@ __device__ __forceinline__ float2 WeighHead(float* low, const float* high, int h
     s[4 * i] = (a.x + b.x) * scale, s[4 * i + 1] = (a.y + b.y) * scale;
     s[4 * i + 2] = (a.z + b.z) * scale, s[4 * i + 3] = (a.w + b.w) * scale;
   }
-  float top = -INFINITY;
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
     if (k / 4 * 32 + 4 * part + k % 4 >= count) s[k] = -INFINITY;
-    top = fmaxf(top, s[k]);
   }
-  top = HeadMax(top);
+}
+
+// s to weights e^(s - top), rounded to bf16 and written over the scores of the first half; returns
+// the lane's part of their sum.
+__device__ __forceinline__ float StoreWeights(const float (&s)[8], float top, float* low,
+                                              int head) {
   float sum = 0.0f;
   uint16_t weights[8];
 #pragma unroll
@@ -284,16 +298,37 @@ __device__ __forceinline__ float2 WeighHead(float* low, const float* high, int h
     weights[k] = FloatToBf16(expf(s[k] - top));
     sum += Bf16ToFloat(weights[k]);
   }
-  sum = HeadSum(sum);
-  __syncwarp();  // all lanes have read the scores that the weights replace
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    uint16_t* to = reinterpret_cast<uint16_t*>(low + head * kScoreStride) + 32 * i + 4 * part;
+    uint16_t* to = reinterpret_cast<uint16_t*>(low + head * kScoreStride) + 32 * i +
+                   4 * (static_cast<int>(threadIdx.x) % 8);
     *reinterpret_cast<uint2*>(to) =
         make_uint2(weights[4 * i] | static_cast<uint32_t>(weights[4 * i + 1]) << 16,
                    weights[4 * i + 2] | static_cast<uint32_t>(weights[4 * i + 3]) << 16);
   }
-  return make_float2(top, sum);
+  return sum;
+}
+
+// The scores of this thread's heads, one a pass, to weights. Returns (max, sum of the weights) of
+// each in each of its eight lanes. count: valid keys.
+template <int kPasses>
+__device__ __forceinline__ void WeighHeads(float* low, const float* high, float scale, int count,
+                                           float2 (&softmax)[kPasses]) {
+  float s[kPasses][8], top[kPasses], sum[kPasses];
+#pragma unroll
+  for (int p = 0; p < kPasses; ++p) {
+    LoadScores(low, high, HeadOfPass(p), scale, count, s[p]);
+    top[p] = -INFINITY;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) top[p] = fmaxf(top[p], s[p][k]);
+  }
+  HeadMax(top);
+  __syncwarp();  // all lanes have read the scores that the weights replace
+#pragma unroll
+  for (int p = 0; p < kPasses; ++p) sum[p] = StoreWeights(s[p], top[p], low, HeadOfPass(p));
+  HeadSum(sum);
+#pragma unroll
+  for (int p = 0; p < kPasses; ++p) softmax[p] = make_float2(top[p], sum[p]);
 }
 
 // A warp's share of the output: all heads of the block, kDim / 8 channels. Lane 4g + t of a warp
