@@ -54,6 +54,7 @@ struct ExpertsUp {
   float limit = 0, shared_limit = 0;
   ActivationView out, shared_out;
 };
+// Lets the next kernel on the stream start only when the routing is complete.
 void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Routing& routing,
                      int used);
 
@@ -61,6 +62,8 @@ void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Ro
 // id, each one float32 addition; then the subtree roots of the local lanes as in LaunchLaneProduct.
 // down: [experts * lanes] matrices [D, lane_cols], lane l of expert e at e * lanes + l;
 // shared_down: [lanes]. roots: [SubtreesOf(...)][rows][D].
+// Reads the routing before the kernel ahead of it has ended: on the stream it must stand right
+// behind LaunchExpertsUp, or behind one that started after the routing was complete.
 struct ExpertsDown {
   PackedMatrix down, shared_down;
   int lanes = 1;

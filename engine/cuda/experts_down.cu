@@ -5,11 +5,16 @@
 // streams the shared expert's weights, then those of every group of routed pairs: the groups stand
 // by rising expert, so each row meets its experts in the right order. Sums of (lane, row, output)
 // stay in shared memory, which holds kDownRows rows; more rows are more blocks.
+//
+// Lanes of at most 256 columns, in the usual formats, have kernels of their own
+// (experts_ring.cuh): one block an SM, which takes one set of row tiles after the other while its
+// rings go on filling. They read the routing before they wait for the kernel ahead of them: that is
+// ExpertsUp, which lets this one start only when it has seen the routing itself.
 #include <algorithm>
 
 #include "engine/base/check.h"
 #include "engine/comm/lane_tree.h"
-#include "engine/cuda/experts_stream.cuh"
+#include "engine/cuda/experts_ring.cuh"
 
 namespace ds4::cuda {
 namespace {
@@ -336,6 +341,289 @@ __global__ void __launch_bounds__(kMaxDownWarps* kWarpSize, 1)
   }
 }
 
+// ---- The fast path.
+
+constexpr int kFastWarps = 8;
+constexpr int kFastThreads = kFastWarps * kWarpSize;
+
+// The parts of one warp: for each of its row tiles the shared expert for each 8 rows, then the
+// groups.
+struct FastSource {
+  const DownKernelJob& job;
+  int lane;  // of the rank's lanes
+  int shared_units;
+  int units;     // of a row tile
+  int row_tile;  // of the next unit
+  int unit = 0;
+  int own_expert = 0;  // thread i: of group 32 n + i
+
+  __device__ __forceinline__ bool Next(SlicePart& part) {
+    if (unit == units) {
+      unit = 0;
+      row_tile += static_cast<int>(gridDim.x) * job.tiles;
+    }
+    if (row_tile >= job.shapes[0].row_tiles) return false;
+    part.shared = unit < shared_units;
+    part.columns = 1;
+    int64_t matrix = lane;
+    if (!part.shared) {
+      const int group = unit - shared_units;
+      if (group % kWarpSize == 0 && group + LaneId() < job.max_groups) {
+        own_expert = job.routing.group_expert[group + LaneId()];
+      }
+      matrix += int64_t{__shfl_sync(kFullMask, own_expert, group % kWarpSize)} * job.lanes;
+    }
+    const MatrixShape& w = job.shapes[part.shared ? 1 : 0];
+    part.at = w.data + matrix * w.matrix_bytes + int64_t{row_tile} * w.tile_bytes;
+    ++unit;
+    return true;
+  }
+};
+
+// One lane's columns of one row: what RowX is made of, before it is spread over the steps.
+struct LaneRow {
+  uint64_t q[2];
+  float scale[2];
+
+  __device__ __forceinline__ void Load(const ActivationView& x, int row, int block) {
+    const int tiles = TilesOf(x);
+    const int g = LaneId() / 4;
+    const int t = LaneId() % 4;
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      q[u] = x.q[((block + 4 * u + g / 2) * tiles + row / 8) * 32 + row % 8 * 4 + t];
+      scale[u] = x.scale[(block + 4 * u + t) * (8 * tiles) + row];
+    }
+  }
+  __device__ __forceinline__ void Spread(RowX& x) const {
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      x.scale[u] = scale[u];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x.q[4 * u + i] = LaneId() / 4 == 2 * i ? q[u] : 0;
+    }
+  }
+};
+
+// One row tile for one row of x: the shared product, then the groups'. first, size: of group i in
+// thread i; one row has no more than kMaxExpertsUsed.
+template <DType kType, class Ring>
+__device__ __forceinline__ float2 SumRow(const DownKernelJob& job, Ring& ring, int block,
+                                         int num_groups, int first, int size,
+                                         const LaneTables& tables) {
+  LaneRow next;
+  next.Load(job.shared_hidden, 0, block);
+  float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll 1
+  for (int unit = 0; unit <= num_groups; ++unit) {
+    RowX x = {};
+    next.Spread(x);
+    if (unit < num_groups) next.Load(job.hidden, __shfl_sync(kFullMask, first, unit), block);
+    if (unit == 0) {
+      sum = DotPart<DType::kQ8_0>(ring, x, 1, tables);
+      continue;
+    }
+    const float2 product = DotPart<kType>(ring, x, 1, tables);
+    // A table of ids may name an expert twice.
+    const int times = __shfl_sync(kFullMask, size, unit - 1);
+    for (int i = 0; i < times; ++i) {
+      sum.x += product.x;
+      sum.y += product.y;
+    }
+  }
+  return sum;
+}
+
+// x of a group whose rows stand together: `first` and the next, count of them.
+__device__ __forceinline__ void LoadTogether(const ActivationView& x, int block, int first,
+                                             int count, BlockX<2>& to) {
+  const int lane = LaneId();
+  const int tiles = TilesOf(x);
+  const int row = first + min(lane / 4, count - 1);
+  const int even = first + min(lane % 4 * 2, count - 1);
+  const int odd = first + min(lane % 4 * 2 + 1, count - 1);
+  const uint64_t* q = x.q + (block * tiles + row / 8) * 32 + row % 8 * 4 + lane % 4;
+  const float* scale = x.scale + block * (8 * tiles);
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    to.q[s] = *q;
+    to.scale[s][0] = scale[even];
+    to.scale[s][1] = scale[odd];
+    q += 32 * tiles;
+    scale += 8 * tiles;
+  }
+}
+
+// One row tile for rows first_row .. of x: `sums` [rows][kSumStride] of the warp. What a unit reads
+// is asked for one unit ahead, a group's place in `pairs` two.
+template <DType kType, class Ring>
+__device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, int block,
+                                          int first_row, int num_rows, int num_groups,
+                                          const LaneTables& tables, float* sums) {
+  const Routing& routing = job.routing;
+  const int shared_units = (num_rows + kGroupPairs - 1) / kGroupPairs;
+  const int units = shared_units + num_groups;
+  const int column = LaneId() % kGroupPairs;
+  BlockX<2> x[2] = {};
+  BlockX<2> next_x = {};
+  LoadTogether(job.shared_hidden, block, first_row, min(kGroupPairs, num_rows), next_x);
+  int count = 0, pair = 0;
+  int next_count = 0, next_pair = 0;
+  int far_first = num_groups > 0 ? routing.group_first[0] : 0;
+  int far_count = num_groups > 0 ? routing.group_size[0] : 0;
+#pragma unroll 1
+  for (int unit = 0; unit < units; ++unit) {
+    x[0] = next_x;
+    count = next_count;
+    pair = next_pair;
+    const int next_group = unit + 1 - shared_units;
+    if (next_group < 0) {
+      const int begin = (unit + 1) * kGroupPairs;
+      LoadTogether(job.shared_hidden, block, first_row + begin, min(kGroupPairs, num_rows - begin),
+                   next_x);
+    } else if (next_group < num_groups) {
+      LoadTogether(job.hidden, block, far_first, far_count, next_x);
+      next_count = far_count;
+      next_pair = routing.pairs[far_first + min(column, far_count - 1)];
+      if (next_group + 1 < num_groups) {
+        far_first = routing.group_first[next_group + 1];
+        far_count = routing.group_size[next_group + 1];
+      }
+    }
+    float total[4];
+    if (unit < shared_units) {
+      DotPart<DType::kQ8_0>(ring, x, 1, tables, total);
+      StoreSums(total, unit * kGroupPairs, sums);
+      __syncwarp();
+      continue;
+    }
+    DotPart<kType>(ring, x, 1, tables, total);
+    const int row = pair / job.used - first_row;
+    const bool mine = column < count && row >= 0 && row < num_rows;
+    const int left = __shfl_sync(kFullMask, row, max(column - 1, 0));
+    const bool twice = __ballot_sync(kFullMask, column > 0 && column < count && left == row) != 0;
+    const int row_or_none = mine ? row : -1;
+    const int x_row[2] = {__shfl_sync(kFullMask, row_or_none, LaneId() % 4 * 2),
+                          __shfl_sync(kFullMask, row_or_none, LaneId() % 4 * 2 + 1)};
+    AddSums(total, x_row, twice, sums);
+  }
+}
+
+// Subtree roots of the block's row tiles from the sums of its warps, [rows][stride] each.
+__device__ __forceinline__ void StoreRoots(const DownKernelJob& job, int first_tile, int first_row,
+                                           int num_rows, const float* sums, int stride) {
+  const int outputs = job.tiles * kTileRows;
+  const int warp_sums = job.sum_rows * stride;
+  for (int i = static_cast<int>(threadIdx.x); i < num_rows * outputs;
+       i += static_cast<int>(blockDim.x)) {
+    const int row = i / outputs;
+    const int tile = i % outputs / kTileRows;
+    const int output = first_tile * kTileRows + i % outputs;
+    if (output >= job.cols) continue;
+    const float* lanes = sums + tile * job.lanes * warp_sums + row * stride + i % kTileRows;
+    for (int s = 0; s < job.num_subtrees; ++s) {
+      const float root =
+          SubtreeSum(lanes + job.subtree_begin[s] * warp_sums, warp_sums, job.subtree_size[s]);
+      job.roots[(int64_t{s} * job.rows + first_row + row) * job.cols + output] = root;
+    }
+  }
+}
+
+// kType: of the routed experts; the shared one has Q8_0.
+template <DType kType, bool kOneRow>
+__global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
+    FastDownKernel(const __grid_constant__ DownKernelJob job) {
+  LaunchDependents();
+  DS4_DYNAMIC_SHARED(memory);
+  const LaneTables tables(memory);  // none of the types here looks anything up
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = warp % job.lanes;
+  const int own_tile = warp / job.lanes;
+  const int first_row = static_cast<int>(blockIdx.y) * job.sum_rows;
+  const int num_rows = min(job.sum_rows, job.rows - first_row);
+  const int shared_units = (num_rows + kGroupPairs - 1) / kGroupPairs;
+  const int num_groups = *job.routing.num_groups;  // before the wait: see above
+  const int block = lane * (kColumnGrain / 32);
+  float* sums = reinterpret_cast<float*>(memory);
+  constexpr int kStride = kOneRow ? kTileRows : kSumStride;
+  const int buffer = static_cast<int>(blockDim.x) / kWarpSize * job.sum_rows * kStride;
+
+  int tile = static_cast<int>(blockIdx.x) * job.tiles;
+  ExpertRing<kType, 1, FastSource> ring = {
+      memory + job.fixed_bytes + warp * job.ring_bytes,
+      FastSource{job, lane, shared_units, shared_units + num_groups, tile + own_tile}};
+  ring.Begin();
+  ring.EndBegin();
+  int first = 0, size = 0;
+  if (kOneRow && LaneId() < num_groups) {
+    first = job.routing.group_first[LaneId()];
+    size = job.routing.group_size[LaneId()];
+  }
+  GridDependencyWait();
+
+  int turn = 0;
+  for (; tile < job.shapes[0].row_tiles; tile += static_cast<int>(gridDim.x) * job.tiles) {
+    float* own = sums + turn * buffer + warp * job.sum_rows * kStride;
+    if (tile + own_tile < job.shapes[0].row_tiles) {
+      if constexpr (kOneRow) {
+        const float2 sum = SumRow<kType>(job, ring, block, num_groups, first, size, tables);
+        if (LaneId() % 4 == 0) {
+          own[LaneId() / 4] = sum.x;
+          own[LaneId() / 4 + 8] = sum.y;
+        }
+      } else {
+        SumGroups<kType>(job, ring, block, first_row, num_rows, num_groups, tables, own);
+      }
+    }
+    __syncthreads();
+    StoreRoots(job, tile, first_row, num_rows, sums + turn * buffer, kStride);
+    if constexpr (kOneRow) {
+      turn ^= 1;  // the next sums go to the other buffer
+    } else {
+      __syncthreads();
+    }
+  }
+}
+
+using DownKernel = void (*)(DownKernelJob);
+
+template <DType kType>
+DownKernel FastKernel(bool one_row) {
+  return one_row ? FastDownKernel<kType, true> : FastDownKernel<kType, false>;
+}
+// nullptr: the combination has no kernel of its own. It may not depend on the number of rows: the
+// two paths add in different orders.
+DownKernel ChooseFast(const DownKernelJob& k, bool one_row) {
+  if (k.shapes[1].dtype != DType::kQ8_0 || k.shapes[0].blocks != 1 || k.lanes > kFastWarps) {
+    return nullptr;
+  }
+  switch (k.shapes[0].dtype) {
+    case DType::kQ2_K:
+      return FastKernel<DType::kQ2_K>(one_row);
+    case DType::kQ4_K:
+      return FastKernel<DType::kQ4_K>(one_row);
+    case DType::kMXFP4:
+      return FastKernel<DType::kMXFP4>(one_row);
+    case DType::kQ8_0:
+      return FastKernel<DType::kQ8_0>(one_row);
+    default:
+      return nullptr;
+  }
+}
+
+void LaunchFast(const LaunchContext& launch, DownKernelJob& k, DownKernel kernel, bool one_row) {
+  k.tiles = kFastWarps / k.lanes;
+  const int warps = k.lanes * k.tiles;
+  if (one_row) k.sum_rows = 1;
+  const int row_floats = one_row ? 2 * kTileRows : kSumStride;
+  const int sum_bytes = warps * k.sum_rows * row_floats * 4;
+  k.fixed_bytes = (sum_bytes + kRingGrain - 1) / kRingGrain * kRingGrain;
+  k.ring_bytes = kRingSlots * SlotBytesOf(k.shapes[0].dtype, 1);
+  const int tile_sets = (k.shapes[0].row_tiles + k.tiles - 1) / k.tiles;
+  const dim3 grid(std::min(launch.num_sms, tile_sets), (k.rows + k.sum_rows - 1) / k.sum_rows);
+  Launch(launch, grid, dim3(warps * kWarpSize), k.fixed_bytes + warps * k.ring_bytes, kernel, k);
+}
+
 void CheckDown(const ExpertsDown& job, int used, int rows) {
   CHECK(job.lanes >= 1 && job.lanes <= kMaxDownLanes)
       << job.lanes << " lanes, at most " << kMaxDownLanes << " are taken";
@@ -385,6 +673,10 @@ void LaunchExpertsDown(const LaunchContext& launch, const ExpertsDown& job, cons
     k.subtree_size[i] = subtrees[i].size;
   }
 
+  if (DownKernel fast = ChooseFast(k, rows == 1)) {
+    LaunchFast(launch, k, fast, rows == 1);
+    return;
+  }
   const int warps = k.lanes * k.tiles;
   CHECK(warps <= kMaxDownWarps) << warps << " warps";
   k.table_bytes = job.down.dtype == DType::kIQ2_XXS || job.shared_down.dtype == DType::kIQ2_XXS

@@ -36,8 +36,14 @@ template <DType kType>
 inline constexpr int kStages = StagesOfSlice(kType);
 template <DType kType>
 inline constexpr int kStageBytes = StageBytesOf(kType);
-template <DType kType>
-inline constexpr int kSlotBytes = MaxOf(StageBytesOf(kType), StageBytesOf(DType::kQ8_0));
+// Largest stage where parts are up to kColumns blocks of 256 columns wide.
+constexpr int SlotBytesOf(DType dtype, int columns) {
+  const int routed =
+      columns == 1 && StagesOfSlice(dtype) == 1 ? ChunkBytes(dtype) : StageBytesOf(dtype);
+  return MaxOf(routed, StageBytesOf(DType::kQ8_0));
+}
+template <DType kType, int kColumns>
+inline constexpr int kSlotBytes = SlotBytesOf(kType, kColumns);
 
 // Where a warp's next stages lie: one slice of one row tile, quantised.
 struct SlicePart {
@@ -48,9 +54,9 @@ struct SlicePart {
 
 // A warp's stages in the order of `source`: routed experts' weights are of kType, the shared
 // expert's of Q8_0. Source: `bool Next(SlicePart& part)`, false while there is none.
-template <DType kType, class Source>
+template <DType kType, int kColumns, class Source>
 struct ExpertRing {
-  static constexpr int kSlot = kSlotBytes<kType>;
+  static constexpr int kSlot = kSlotBytes<kType, kColumns>;
   std::byte* ring;  // kRingSlots * kSlot bytes, private to the warp
   Source source;
   SlicePart part = {};

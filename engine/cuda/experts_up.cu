@@ -505,8 +505,8 @@ __global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
   const int num_shared = SharedItemsOf(job, block);
   UpCursor next(job, num_shared);
   FirstGroups groups;
-  ExpertRing<kType, FastSource> ring = {memory + job.fixed_bytes + warp * job.ring_bytes,
-                                        FastSource{job}};
+  ExpertRing<kType, kSliceBlocks, FastSource> ring = {
+      memory + job.fixed_bytes + warp * job.ring_bytes, FastSource{job}};
   if (num_shared > 0) {
     next.Next(0, groups);
     ring.source.SetNext(next);
@@ -593,7 +593,7 @@ UpKernel ChooseFast(const UpKernelJob& k, bool one_row) {
 void PlanFast(UpKernelJob& k, bool one_row) {
   const DType type = k.shapes[0][0].dtype;
   k.table_bytes = type == DType::kIQ2_XXS ? kIq2TableBytes : 0;
-  k.ring_bytes = kRingSlots * MaxOf(StageBytesOf(type), StageBytesOf(DType::kQ8_0));
+  k.ring_bytes = kRingSlots * SlotBytesOf(type, kSliceBlocks);
   const int buffer = 2 * k.num_slices * (one_row ? kPartialStride : kPartialFloats) * 4;
   for (k.partials = 2; k.partials >= 1; --k.partials) {
     k.fixed_bytes = k.table_bytes + k.partials * buffer + kSliceWarps * kGroupPairs * 4;
