@@ -3,9 +3,9 @@
 // A site's end (HcPost) has a block for each part of 32 columns. A warp expands a row's streams
 // there, then all warps share the row's dot products: each half warp has three rows of fn in
 // registers, fetched before the results are waited for, so a tile of rows reads fn once. A site's
-// start (HcPre) has one block a row: every warp works out the same few mixes from the partials, then
-// the streams that were loaded meanwhile collapse and are normed, while one warp more balances comb
-// (Sinkhorn), which only the site's end needs.
+// start (HcPre) has one block a row: every warp works out the same few mixes from the partials,
+// then the streams that were loaded meanwhile collapse and are normed, while one warp more balances
+// comb (Sinkhorn), which only the site's end needs.
 #include <algorithm>
 #include <cmath>
 
@@ -393,12 +393,37 @@ struct EmbedSource {
   }
 };
 
+// One table's rows of the block's tile.
+__device__ void FillRopeTable(const RopeTables::Table& table, int pairs, const int32_t* pos,
+                              int first, int end) {
+  for (int i = first * pairs + static_cast<int>(threadIdx.x); i < end * pairs; i += kPartThreads) {
+    double sin, cos;
+    sincos(static_cast<double>(pos[i / pairs]) * table.frequencies[i % pairs], &sin, &cos);
+    table.cos[i] = static_cast<float>(cos);
+    table.sin[i] = static_cast<float>(sin);
+  }
+}
+
+// Blocks behind the parts have a rotary table each.
 __global__ void __launch_bounds__(kPartThreads)
-    EmbedKernel(HcShape shape, int rows, int tile, const int32_t* token, DType dtype,
+    EmbedKernel(HcShape shape, int rows, int tile, StepRows step, DType dtype,
                 const std::byte* embedding, int64_t row_bytes, PlainMatrix fn, float* streams,
-                float* partial) {
+                float* partial, RopeTables rope) {
   LaunchDependents();
-  const EmbedSource source = {shape, token, dtype, embedding, row_bytes};
+  const int table = static_cast<int>(blockIdx.x) - shape.parts;
+  if (table >= 0) {
+    GridDependencyWait();
+    const int first = static_cast<int>(blockIdx.y) * tile;
+    // Field by field: one address of either would put the parameters into local memory.
+    const RopeTables::Table &a = rope.tables[0], &b = rope.tables[1];
+    RopeTables::Table own;
+    own.frequencies = table == 0 ? a.frequencies : b.frequencies;
+    own.cos = table == 0 ? a.cos : b.cos;
+    own.sin = table == 0 ? a.sin : b.sin;
+    FillRopeTable(own, rope.pairs, step.pos, first, min(rows, first + tile));
+    return;
+  }
+  const EmbedSource source = {shape, step.token, dtype, embedding, row_bytes};
   PartOfRows(shape, rows, tile, fn, source, streams, partial);
 }
 
@@ -658,22 +683,6 @@ __global__ void __launch_bounds__(kFormThreads)
   StoreForms(out, t, c, v);
 }
 
-constexpr int kRopeThreads = 64;
-__global__ void __launch_bounds__(kRopeThreads)
-    RopeTableKernel(const int32_t* pos, int rows, const double* frequencies, int pairs, float* cos,
-                    float* sin) {
-  LaunchDependents();
-  const int i = static_cast<int>(blockIdx.x) * kRopeThreads + static_cast<int>(threadIdx.x);
-  const bool there = i < rows * pairs;
-  const double frequency = there ? frequencies[i % pairs] : 0.0;
-  GridDependencyWait();
-  if (!there) return;
-  double s, c;
-  sincos(static_cast<double>(pos[i / pairs]) * frequency, &s, &c);
-  cos[i] = static_cast<float>(c);
-  sin[i] = static_cast<float>(s);
-}
-
 // ---- Host ----
 
 HcShape ShapeOf(const HcParams& params) {
@@ -750,15 +759,17 @@ size_t WeightBytes(const HcShape& shape) { return static_cast<size_t>(shape.dim)
 
 void LaunchEmbed(const LaunchContext& launch, const HcParams& params, const StepRows& step,
                  int rows, DType dtype, const std::byte* embedding, const PlainMatrix& next_fn,
-                 float* streams, float* partial) {
+                 float* streams, float* partial, const RopeTables& rope) {
   const HcShape shape = ShapeOf(params);
   CheckFn(shape, next_fn);
   CHECK(dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16 ||
         dtype == DType::kQ8_0)
       << "embedding is " << Info(dtype).name << ", must be F32, F16, BF16 or Q8_0";
   const int tile = RowTile(launch, shape.parts, rows);
-  Launch(launch, PartGrid(shape.parts, rows, tile), kPartThreads, 0, EmbedKernel, shape, rows, tile,
-         step.token, dtype, embedding, BytesFor(dtype, shape.dim), next_fn, streams, partial);
+  CHECK(rope.count >= 0 && rope.count <= RopeTables::kMax) << rope.count << " rotary tables";
+  Launch(launch, PartGrid(shape.parts + rope.count, rows, tile), kPartThreads, 0, EmbedKernel,
+         shape, rows, tile, step, dtype, embedding, BytesFor(dtype, shape.dim), next_fn, streams,
+         partial, rope);
 }
 
 void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows,
@@ -817,12 +828,6 @@ void LaunchFormActivation(const LaunchContext& launch, const float* x, int64_t s
       static_cast<unsigned>((out.cols / kThreadCols + kFormThreads - 1) / kFormThreads);
   Launch(launch, dim3(static_cast<unsigned>(rows), blocks), kFormThreads, 0, FormActivationKernel,
          x, stride, segment_cols, padded, VectorsFit(x, stride, segment_cols), out);
-}
-
-void LaunchRopeTable(const LaunchContext& launch, const int32_t* pos, int rows,
-                     const double* frequencies, int pairs, float* cos, float* sin) {
-  const unsigned blocks = static_cast<unsigned>((rows * pairs + kRopeThreads - 1) / kRopeThreads);
-  Launch(launch, blocks, kRopeThreads, 0, RopeTableKernel, pos, rows, frequencies, pairs, cos, sin);
 }
 
 }  // namespace ds4::cuda

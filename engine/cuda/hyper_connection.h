@@ -46,11 +46,26 @@ inline int NumParts(const HcParams& params) {
   return (params.hidden_dim + kPartCols - 1) / kPartCols;
 }
 
+// Rotary tables of a step, [rows][pairs] each: cos and sin of pos[t] * frequencies[i], the product
+// in double.
+struct RopeTables {
+  static constexpr int kMax = 2;
+  struct Table {
+    const double* frequencies = nullptr;  // [pairs]
+    float* cos = nullptr;
+    float* sin = nullptr;
+  };
+  int count = 0;
+  int pairs = 0;
+  Table tables[kMax];
+};
+
 // streams[t][h][:] = embedding row of token[t] for all h, and the partials for the first site's fn.
 // embedding: rows as in the file, F32, F16, BF16 or Q8_0 blocks, row r at r * BytesFor(dtype, D).
+// In the same launch, the step's rotary tables.
 void LaunchEmbed(const LaunchContext& launch, const HcParams& params, const StepRows& step,
                  int rows, DType dtype, const std::byte* embedding, const PlainMatrix& next_fn,
-                 float* streams, float* partial);
+                 float* streams, float* partial, const RopeTables& rope = {});
 
 // Ends a site and prepares the next: streams[t][k] = post[k] * s[t] + sum_j comb[j][k] *
 // streams[t][j], s = the lane tree's total of the roots of all ranks (`count` vectors [rows][D] in
@@ -96,10 +111,5 @@ void LaunchRmsNorm(const LaunchContext& launch, const float* x, int64_t stride, 
 // segments of PaddedCols(segment_cols) columns, in the forms of `out`.
 void LaunchFormActivation(const LaunchContext& launch, const float* x, int64_t stride, int rows,
                           int segments, int segment_cols, const ActivationView& out);
-
-// cos, sin [rows][pairs] of pos[t] * frequency[i]; the product in double, on the device.
-// frequencies: [pairs] double, device.
-void LaunchRopeTable(const LaunchContext& launch, const int32_t* pos, int rows,
-                     const double* frequencies, int pairs, float* cos, float* sin);
 
 }  // namespace ds4::cuda

@@ -568,12 +568,14 @@ Status DeviceTransformer::Forward(const StepRows& step, int rows, int64_t max_po
     return InternalError(StrCat("a pass of ", rows, " rows, at most ", limit));
   }
   const Pass pass{step, rows, max_pos, many};
-  const int pairs = static_cast<int>(config_.rope_dim / 2);
   if (profile_ != nullptr) RETURN_IF_ERROR(profile_from_.Record(*launch_.stream));
-  LaunchRopeTable(launch_, step.pos, rows, plain_frequencies_, pairs, plain_cos_, plain_sin_);
-  LaunchRopeTable(launch_, step.pos, rows, yarn_frequencies_, pairs, yarn_cos_, yarn_sin_);
+  RopeTables rope;
+  rope.count = 2;
+  rope.pairs = static_cast<int>(config_.rope_dim / 2);
+  rope.tables[0] = {plain_frequencies_, plain_cos_, plain_sin_};
+  rope.tables[1] = {yarn_frequencies_, yarn_cos_, yarn_sin_};
   LaunchEmbed(launch_, hc(), step, rows, weights_.embedding_type, weights_.embedding,
-              weights_.blocks.front().attn_hc.fn, streams_, partial_);
+              weights_.blocks.front().attn_hc.fn, streams_, partial_, rope);
   RETURN_IF_ERROR(Mark("embed, rope", 0));
   for (int64_t i = 0; i < config_.num_layers; ++i) {
     RETURN_IF_ERROR(Attention(pass, i, trace));

@@ -549,25 +549,50 @@ TEST(HyperConnectionTest, FormActivationPadsEachSegment) {
   }
 }
 
-TEST(HyperConnectionTest, RopeTableHoldsAtAMillion) {
-  TestDevice device;
-  const std::vector<double> frequencies = RopeFrequencies(10000.0, 22);
+TEST(HyperConnectionTest, RopeTablesBesideTheEmbeddingHoldAtAMillion) {
+  // One multiprocessor: several rows in a block.
+  TestDevice device(1);
   const std::vector<int32_t> pos = {0, 1, 127, 65535, 1048575};
   const std::vector<int64_t> positions(pos.begin(), pos.end());
-  const int64_t count = pos.size() * frequencies.size();
-  std::vector<float> want_cos(count), want_sin(count);
-  RopeAngles(positions, frequencies, want_cos.data(), want_sin.data());
-  const DeviceBuffer dp = device.Upload(pos), df = device.Upload(frequencies);
-  const DeviceBuffer cos = device.Allocate(count * 4), sin = device.Allocate(count * 4);
-  LaunchRopeTable(device.launch, dp.as<int32_t>(), 5, df.as<double>(), 11, cos.as<float>(),
-                  sin.as<float>());
+  const int rows = static_cast<int>(pos.size()), pairs = 11;
+  const Site site(4, 64, rows, DType::kF32, 83);
+  const DeviceBuffer embedding = device.Upload(std::vector<float>(64, 1.0f));
+  const DeviceBuffer fn = device.Upload(site.fn_bytes);
+  const DeviceBuffer streams = device.Allocate(site.streams.size() * 4);
+  const DeviceBuffer partial = device.Allocate(site.partial_size() * 4);
+  const DeviceBuffer token = device.Upload(std::vector<int32_t>(rows)), dp = device.Upload(pos);
+  StepRows step;
+  step.token = token.as<int32_t>();
+  step.pos = dp.as<int32_t>();
+  RopeTables rope;
+  rope.count = 2;
+  rope.pairs = pairs;
+  const std::vector<double> frequencies[2] = {RopeFrequencies(10000.0, 2 * pairs),
+                                              RopeFrequencies(160000.0, 2 * pairs)};
+  std::vector<DeviceBuffer> buffers;
+  for (int i = 0; i < 2; ++i) {
+    buffers.push_back(device.Upload(frequencies[i]));
+    rope.tables[i].frequencies = buffers.back().as<double>();
+    buffers.push_back(device.Allocate(rows * pairs * 4));
+    rope.tables[i].cos = buffers.back().as<float>();
+    buffers.push_back(device.Allocate(rows * pairs * 4));
+    rope.tables[i].sin = buffers.back().as<float>();
+  }
+  LaunchEmbed(device.launch, site.params, step, rows, DType::kF32, embedding.data(),
+              {DType::kF32, site.mixes, 4 * 64, fn.data()}, streams.as<float>(),
+              partial.as<float>(), rope);
   device.Finish();
-  const auto got_cos = device.Download(cos.as<float>(), count);
-  const auto got_sin = device.Download(sin.as<float>(), count);
-  for (int64_t i = 0; i < count; ++i) {
-    // One rounding to float32 of values that agree to 1e-10 (an angle of 1e6 in double).
-    EXPECT_NEAR(got_cos[i], want_cos[i], 1.2e-7);
-    EXPECT_NEAR(got_sin[i], want_sin[i], 1.2e-7);
+  for (int i = 0; i < 2; ++i) {
+    const int64_t count = rows * pairs;
+    std::vector<float> want_cos(count), want_sin(count);
+    RopeAngles(positions, frequencies[i], want_cos.data(), want_sin.data());
+    const auto got_cos = device.Download(rope.tables[i].cos, count);
+    const auto got_sin = device.Download(rope.tables[i].sin, count);
+    for (int64_t k = 0; k < count; ++k) {
+      // One rounding to float32 of values that agree to 1e-10 (an angle of 1e6 in double).
+      EXPECT_NEAR(got_cos[k], want_cos[k], 1.2e-7);
+      EXPECT_NEAR(got_sin[k], want_sin[k], 1.2e-7);
+    }
   }
 }
 
