@@ -54,11 +54,13 @@ __device__ __forceinline__ void LoadIq2Tables(uint32_t* tables) {
 
 // The tables for one lane.
 struct LaneTables {
-  const std::byte* copy;  // the lane's copy of entry 0
+  SharedWordAddress copy;  // the lane's copy of entry 0
 
-  // The exchange with itself keeps the compiler from working the offset out again at each look-up.
   __device__ __forceinline__ explicit LaneTables(const std::byte* tables)
-      : copy(tables + __shfl_sync(kFullMask, 4 * LaneId(), LaneId())) {}
+      : copy(AddressOfShared(tables)) {
+    // The exchange with itself keeps the compiler from working the offset out at each look-up.
+    copy += static_cast<uint32_t>(__shfl_sync(kFullMask, 4 * LaneId(), LaneId()));
+  }
 };
 
 // Eight signed values of one row from bytes kByte (index) and kByte + 1 (sign code) of the word.
@@ -67,9 +69,8 @@ __device__ __forceinline__ void Iq2Values(const LaneTables& own, uint32_t word, 
                                           uint32_t& high) {
   const uint32_t index = SelectBytes(word, 0, 0x4440u + kByte);
   const uint32_t code = SelectBytes(word, 0, 0x4441u + kByte);
-  const uint32_t grid = *reinterpret_cast<const uint32_t*>(own.copy + index * kIq2EntryBytes);
-  const uint32_t signs =
-      *reinterpret_cast<const uint32_t*>(own.copy + code * kIq2EntryBytes + 256 * kIq2EntryBytes);
+  const uint32_t grid = LoadSharedWord(own.copy + index * kIq2EntryBytes);
+  const uint32_t signs = LoadSharedWord(own.copy + code * kIq2EntryBytes + 256 * kIq2EntryBytes);
   const uint32_t selector = grid | signs;
   low = SelectBytes(0x002b1908u, 0x00d5e7f8u, selector);
   high = SelectBytes(0x002b1908u, 0x00d5e7f8u, selector >> 16);

@@ -238,6 +238,28 @@ __device__ __forceinline__ uint32_t SelectBytes(uint32_t x, uint32_t y, uint32_t
 #endif
 }
 
+// Words of shared memory by address: a plain number, so that kernels can leave parts of an address
+// ready in a register. Only for words that nobody writes any more: the compiler may move the load.
+#if defined(__CUDACC__)
+using SharedWordAddress = uint32_t;
+__device__ __forceinline__ SharedWordAddress AddressOfShared(const void* shared) {
+  return SharedAddress(shared);
+}
+__device__ __forceinline__ uint32_t LoadSharedWord(SharedWordAddress at) {
+  uint32_t word;
+  asm("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at));
+  return word;
+}
+#else
+using SharedWordAddress = uintptr_t;
+inline SharedWordAddress AddressOfShared(const void* shared) {
+  return reinterpret_cast<uintptr_t>(shared);
+}
+inline uint32_t LoadSharedWord(SharedWordAddress at) {
+  return *reinterpret_cast<const uint32_t*>(at);
+}
+#endif
+
 // Every lane gets the sum (the same bits) in the fixed order of the tree 16, 8, 4, 2, 1.
 __device__ __forceinline__ float WarpSum(float value) {
 #pragma unroll
