@@ -167,10 +167,31 @@ __global__ void __launch_bounds__(kPlainThreads) PlainSplitKernel(AttentionArgs 
   }
 }
 
+// Fold factors of kCombineBatch splits from `first` on, worked out by a lane each: {old_part,
+// new_part, sum} to `folds`, shared, this warp's. Splits from `used` on leave the maximum alone.
+__device__ __forceinline__ void FoldBatch(const float2* softmax, int first, int used,
+                                          float& max_so_far, float4* folds) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const bool there = lane < kCombineBatch && first + lane < used;
+  const float2 own = there ? softmax[first + lane] : make_float2(-INFINITY, 0.0f);
+  float top = fmaxf(max_so_far, own.x);
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const float below = __shfl_sync(kFullMask, top, max(lane - distance, 0));
+    top = fmaxf(below, top);
+  }
+  const float lower = __shfl_sync(kFullMask, top, max(lane - 1, 0));
+  const float before = lane == 0 ? max_so_far : lower;
+  folds[lane] = make_float4(expf(before - top), expf(own.x - top), own.y, 0.0f);
+  max_so_far = __shfl_sync(kFullMask, top, 31);
+  __syncwarp();
+}
+
 // One head's splits of a row, eight channels in each thread. Reads the first batch of splits before
 // it knows how many there are, for a shorter chain of loads.
 __global__ void __launch_bounds__(kMaxHeadDim / 8) CombineKernel(AttentionArgs args) {
   LaunchDependents();
+  __shared__ float4 all_folds[kMaxHeadDim / 8];
   const int t = args.first_row + blockIdx.x, head = blockIdx.y;
   const float sink = args.job.sinks[head];  // a weight
   GridDependencyWait();
@@ -182,39 +203,35 @@ __global__ void __launch_bounds__(kMaxHeadDim / 8) CombineKernel(AttentionArgs a
   const ChannelAngles angles =
       LoadAngles(channel, dim, rope_dim, args.rope.cos + row_angles, args.rope.sin + row_angles);
   const int used = (keys.total + kAttentionSplit - 1) / kAttentionSplit;
+  const int64_t head_first = args.SplitIndex(t, head, 0);
+  const float* partial = args.partial + head_first * dim + (active ? channel : 0);
+  float4* folds = all_folds + threadIdx.x / 32 * 32;
   float max_so_far = -INFINITY, sum_so_far = 0.0f;
   float v[8] = {};
   int first = 0;
   do {
-    float2 softmax[kCombineBatch];
     float4 low[kCombineBatch], high[kCombineBatch];
 #pragma unroll
     for (int i = 0; i < kCombineBatch; ++i) {
-      const int64_t index = args.SplitIndex(t, head, min(first + i, args.splits - 1));
-      const float4* from =
-          reinterpret_cast<const float4*>(args.partial + index * dim + (active ? channel : 0));
-      softmax[i] = args.softmax[index];
+      const int split = min(first + i, args.splits - 1);
+      const float4* from = reinterpret_cast<const float4*>(partial + split * dim);
       low[i] = from[0];
       high[i] = from[1];
     }
-    // Factors first and without a branch: only the maxima form a chain. A split that is not there
-    // moves nothing: factors 1 and 0.
-    FoldFactors factors[kCombineBatch];
-#pragma unroll
-    for (int i = 0; i < kCombineBatch; ++i) {
-      const bool there = first + i < used;
-      factors[i] = FoldSplit(there ? softmax[i].x : -INFINITY, there ? softmax[i].y : 0.0f,
-                             max_so_far, sum_so_far);
-    }
+    FoldBatch(args.softmax + head_first, first, used, max_so_far, folds);
 #pragma unroll
     for (int i = 0; i < kCombineBatch; ++i) {
       if (first + i >= used) break;
+      const float4 fold = folds[i];
+      const FoldFactors factors{fold.x, fold.y};
+      sum_so_far = FoldValue(sum_so_far, fold.z, factors);
       const float split[8] = {low[i].x,  low[i].y,  low[i].z,  low[i].w,
                               high[i].x, high[i].y, high[i].z, high[i].w};
 #pragma unroll
-      for (int k = 0; k < 8; ++k) v[k] = FoldValue(v[k], split[k], factors[i]);
+      for (int k = 0; k < 8; ++k) v[k] = FoldValue(v[k], split[k], factors);
     }
     first += kCombineBatch;
+    __syncwarp();  // before the next batch's factors
   } while (first < used);
   const float factor = FinalFactor(max_so_far, sum_so_far, sink);
 #pragma unroll

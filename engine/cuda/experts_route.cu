@@ -333,6 +333,7 @@ __global__ void __launch_bounds__(kRouteThreads) RouteFewRows(const RouteJob job
   GridDependencyWait();
   // Far away: on its way while the scores are worked out.
   const int first_of_token = by_token && warp < job.rows ? ExpertByToken(job, warp) : 0;
+#pragma unroll 1  // one row has one step here: less code to fetch
   for (int i = thread; i < job.rows * num_experts; i += num_threads) {
     scores[i] = RouterScore(job.logits[i]);
   }
