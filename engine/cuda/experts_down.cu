@@ -380,58 +380,36 @@ struct FastSource {
   }
 };
 
-// One lane's columns of one row: what RowX is made of, before it is spread over the steps.
-struct LaneRow {
-  uint64_t q[2];
-  float scale[2];
-
-  __device__ __forceinline__ void Load(const ActivationView& x, int row, int block) {
-    const int tiles = TilesOf(x);
-    const int g = LaneId() / 4;
-    const int t = LaneId() % 4;
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      q[u] = x.q[((block + 4 * u + g / 2) * tiles + row / 8) * 32 + row % 8 * 4 + t];
-      scale[u] = x.scale[(block + 4 * u + t) * (8 * tiles) + row];
-    }
-  }
-  __device__ __forceinline__ void Spread(RowX& x) const {
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      x.scale[u] = scale[u];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x.q[4 * u + i] = LaneId() / 4 == 2 * i ? q[u] : 0;
-    }
-  }
-};
-
 // One row tile for one row of x: the shared product, then the groups'. first, size: of group i in
 // thread i; one row has no more than kMaxExpertsUsed.
 template <DType kType, class Ring>
 __device__ __forceinline__ float2 SumRow(const DownKernelJob& job, Ring& ring, int block,
                                          int num_groups, int first, int size,
                                          const LaneTables& tables) {
-  LaneRow next;
-  next.Load(job.shared_hidden, 0, block);
-  float2 sum = make_float2(0.0f, 0.0f);
+  OwnRows<1, 2> next;
+  next.Load(job.shared_hidden, {0}, block, 1);
+  float sum[1][2] = {};
 #pragma unroll 1
   for (int unit = 0; unit <= num_groups; ++unit) {
-    RowX x = {};
-    next.Spread(x);
-    if (unit < num_groups) next.Load(job.hidden, __shfl_sync(kFullMask, first, unit), block);
+    RowsX<1> x = {};
+    next.SpreadTo(x);
+    if (unit < num_groups) {
+      next.Load(job.hidden, {__shfl_sync(kFullMask, first, unit)}, block, 1);
+    }
     if (unit == 0) {
-      sum = DotPart<DType::kQ8_0>(ring, x, 1, tables);
+      DotPart<DType::kQ8_0>(ring, x, 1, tables, sum);
       continue;
     }
-    const float2 product = DotPart<kType>(ring, x, 1, tables);
+    float product[1][2];
+    DotPart<kType>(ring, x, 1, tables, product);
     // A table of ids may name an expert twice.
     const int times = __shfl_sync(kFullMask, size, unit - 1);
     for (int i = 0; i < times; ++i) {
-      sum.x += product.x;
-      sum.y += product.y;
+      sum[0][0] += product[0][0];
+      sum[0][1] += product[0][1];
     }
   }
-  return sum;
+  return make_float2(sum[0][0], sum[0][1]);
 }
 
 // x of a group whose rows stand together: `first` and the next, count of them.
@@ -454,6 +432,22 @@ __device__ __forceinline__ void LoadTogether(const ActivationView& x, int block,
   }
 }
 
+// Adds the products of a group of at most two rows, one after the other: they may be the same row.
+__device__ __forceinline__ void AddPair(const float (&product)[2][2], int row0, int row1,
+                                        int num_rows, float* sums) {
+  if (LaneId() % 4 == 0) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = r == 0 ? row0 : row1;
+      if (row < 0 || row >= num_rows) continue;
+      float* to = sums + row * kSumStride + LaneId() / 4;
+      to[0] += product[r][0];
+      to[8] += product[r][1];
+    }
+  }
+  __syncwarp();
+}
+
 // One row tile for rows first_row .. of x: `sums` [rows][kSumStride] of the warp. What a unit reads
 // is asked for one unit ahead, a group's place in `pairs` two.
 template <DType kType, class Ring>
@@ -466,6 +460,7 @@ __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, 
   const int column = LaneId() % kGroupPairs;
   BlockX<2> x[2] = {};
   BlockX<2> next_x = {};
+  OwnRows<2, 2> next_pair_x = {};
   LoadTogether(job.shared_hidden, block, first_row, min(kGroupPairs, num_rows), next_x);
   int count = 0, pair = 0;
   int next_count = 0, next_pair = 0;
@@ -474,6 +469,7 @@ __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, 
 #pragma unroll 1
   for (int unit = 0; unit < units; ++unit) {
     x[0] = next_x;
+    const OwnRows<2, 2> pair_x = next_pair_x;
     count = next_count;
     pair = next_pair;
     const int next_group = unit + 1 - shared_units;
@@ -482,7 +478,11 @@ __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, 
       LoadTogether(job.shared_hidden, block, first_row + begin, min(kGroupPairs, num_rows - begin),
                    next_x);
     } else if (next_group < num_groups) {
-      LoadTogether(job.hidden, block, far_first, far_count, next_x);
+      if (far_count > 2) {
+        LoadTogether(job.hidden, block, far_first, far_count, next_x);
+      } else {
+        next_pair_x.Load(job.hidden, {far_first, far_first + far_count - 1}, block, 1);
+      }
       next_count = far_count;
       next_pair = routing.pairs[far_first + min(column, far_count - 1)];
       if (next_group + 1 < num_groups) {
@@ -497,8 +497,17 @@ __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, 
       __syncwarp();
       continue;
     }
-    DotPart<kType>(ring, x, 1, tables, total);
     const int row = pair / job.used - first_row;
+    if (count <= 2) {
+      RowsX<2> two = {};
+      pair_x.SpreadTo(two);
+      float product[2][2];
+      DotPart<kType>(ring, two, 1, tables, product);
+      AddPair(product, __shfl_sync(kFullMask, row, 0),
+              count == 1 ? -1 : __shfl_sync(kFullMask, row, 1), num_rows, sums);
+      continue;
+    }
+    DotPart<kType>(ring, x, 1, tables, total);
     const bool mine = column < count && row >= 0 && row < num_rows;
     const int left = __shfl_sync(kFullMask, row, max(column - 1, 0));
     const bool twice = __ballot_sync(kFullMask, column > 0 && column < count && left == row) != 0;

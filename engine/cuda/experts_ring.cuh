@@ -7,10 +7,11 @@
 //   sum = fma(-(dmin * dx), exact int32 sum of min * q, sum);
 // then (sum 0 + sum 1) + (sum 2 + sum 3). dw and dmin as in dot.cuh.
 //
-// Why four: with one row of x a matrix instruction has 8 columns for it. Step i of four goes to
-// column 2i and zeros to the others, so four instructions add up in the same registers, and lane
-// 4g + t is left with step t alone: the very step whose scales lie in this lane. It converts,
-// scales and adds for one step while its neighbours do for the others.
+// Why four: with one or two rows of x a matrix instruction has 8 columns for them. Step i of four
+// goes to columns 2i and 2i + 1, zeros to the others, so four instructions add up in the same
+// registers, and lane 4g + t is left with step t alone: the very step whose scales lie in this
+// lane. It converts, scales and adds for one step while its neighbours do for the others. Groups of
+// more rows take a column for each row, and four sums in every lane.
 #pragma once
 
 #include "engine/cuda/experts_stream.cuh"
@@ -193,37 +194,62 @@ struct RowDecoder<DType::kIQ2_XXS> {
   }
 };
 
-// ---- One row of x.
+// ---- One or two rows of x.
 
-// One slice of a row, as the lanes need it. Blocks of 256 columns that are not there are zeros.
-struct RowX {
-  uint64_t q[16];  // of step s, in the lanes that give column 2 (s mod 4); zeros in the others
-  float scale[4];  // of step 4u + t
+// One slice of kRows rows, as the lanes need it. Blocks of 256 columns that are not there are
+// zeros.
+template <int kRows>
+struct RowsX {
+  uint64_t
+      q[16];  // of step s, in the lanes that give columns 2 (s mod 4), + 1; zeros in the others
+  float scale[4][kRows];  // of step 4u + t
 
-  // columns: blocks of 256 from the view's block `block` of 32 on.
-  __device__ __forceinline__ void Load(const ActivationView& x, int row, int block, int columns) {
+  // Unit u from what OwnRows loads.
+  __device__ __forceinline__ void Spread(int u, uint64_t own) {
+    const int g = LaneId() / 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) q[4 * u + i] = (kRows == 1 ? g == 2 * i : g / 2 == i) ? own : 0;
+  }
+};
+
+// Units of 128 columns, before their values are spread over the steps.
+template <int kRows, int kUnits>
+struct OwnRows {
+  uint64_t q[kUnits];
+  float scale[kUnits][kRows];
+
+  // rows: of the view; columns: blocks of 256 from the view's block `block` of 32 on.
+  __device__ __forceinline__ void Load(const ActivationView& x, const int (&rows)[kRows], int block,
+                                       int columns) {
     const int tiles = TilesOf(x);
     const int g = LaneId() / 4;
     const int t = LaneId() % 4;
+    const int row = rows[kRows == 1 ? 0 : g % 2];
 #pragma unroll
-    for (int u = 0; u < 4; ++u) {
-      uint64_t own = 0;
-      scale[u] = 0.0f;
-      if (u / 2 < columns) {
-        const int first = block + 4 * u;
-        own = x.q[((first + g / 2) * tiles + row / 8) * 32 + row % 8 * 4 + t];
-        scale[u] = x.scale[(first + t) * (8 * tiles) + row];
+    for (int u = 0; u < kUnits; ++u) {
+      const bool there = u / 2 < columns;
+      const int first = block + 4 * u;
+      q[u] = there ? x.q[((first + g / 2) * tiles + row / 8) * 32 + row % 8 * 4 + t] : 0;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        scale[u][r] = there ? x.scale[(first + t) * (8 * tiles) + rows[r]] : 0.0f;
       }
+    }
+  }
+  __device__ __forceinline__ void SpreadTo(RowsX<kRows>& x) const {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) q[4 * u + i] = g == 2 * i ? own : 0;
+    for (int u = 0; u < kUnits; ++u) {
+      x.Spread(u, q[u]);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) x.scale[u][r] = scale[u][r];
     }
   }
 };
 
-// sum of lane 4g + t (rows g, g + 8) += the steps 4 (first + u) + t.
-template <int kUnits, class Decoder>
-__device__ __forceinline__ void AddUnits(Decoder& decoder, const RowX& x, int first,
-                                         float (&sum)[2]) {
+// sum[r] of lane 4g + t (weight rows g, g + 8) += the steps 4 (first + u) + t.
+template <int kUnits, int kRows, class Decoder>
+__device__ __forceinline__ void AddUnits(Decoder& decoder, const RowsX<kRows>& x, int first,
+                                         float (&sum)[kRows][2]) {
 #pragma unroll
   for (int u = 0; u < kUnits; ++u) {
     int products[4] = {kSumBase, kSumBase, kSumBase, kSumBase};
@@ -244,21 +270,25 @@ __device__ __forceinline__ void AddUnits(Decoder& decoder, const RowX& x, int fi
       }
     }
     const float2 own = decoder.OwnScales(u);
-    const float dx = x.scale[first + u];
-    sum[0] = fmaf(own.x * dx, SumToFloat(products[0]), sum[0]);
-    sum[1] = fmaf(own.y * dx, SumToFloat(products[2]), sum[1]);
-    if constexpr (Decoder::kHasMin) {
-      sum[0] = fmaf(min_scale[0] * dx, SumToFloat(minima[0]), sum[0]);
-      sum[1] = fmaf(min_scale[1] * dx, SumToFloat(minima[2]), sum[1]);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float dx = x.scale[first + u][r];
+      sum[r][0] = fmaf(own.x * dx, SumToFloat(products[r]), sum[r][0]);
+      sum[r][1] = fmaf(own.y * dx, SumToFloat(products[2 + r]), sum[r][1]);
+      if constexpr (Decoder::kHasMin) {
+        sum[r][0] = fmaf(min_scale[0] * dx, SumToFloat(minima[r]), sum[r][0]);
+        sum[r][1] = fmaf(min_scale[1] * dx, SumToFloat(minima[2 + r]), sum[r][1]);
+      }
     }
   }
 }
 
-// Rows g, g + 8 of one slice part, in every lane of g. kType: of the part.
-template <DType kType, class Ring>
-__device__ __forceinline__ float2 DotPart(Ring& ring, const RowX& x, int columns,
-                                          const LaneTables& tables) {
-  float sum[2] = {0.0f, 0.0f};
+// Weight rows g, g + 8 of one slice part for each row of x, in every lane of g. kType: of the part.
+template <DType kType, int kRows, class Ring>
+__device__ __forceinline__ void DotPart(Ring& ring, const RowsX<kRows>& x, int columns,
+                                        const LaneTables& tables, float (&sum)[kRows][2]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = 0.0f;
   if constexpr (kType == DType::kQ8_0) {
 #pragma unroll
     for (int half = 0; half < 4; ++half) {
@@ -279,11 +309,13 @@ __device__ __forceinline__ float2 DotPart(Ring& ring, const RowX& x, int columns
     }
   }
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    sum[i] += __shfl_xor_sync(kFullMask, sum[i], 1);
-    sum[i] += __shfl_xor_sync(kFullMask, sum[i], 2);
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum[r][i] += __shfl_xor_sync(kFullMask, sum[r][i], 1);
+      sum[r][i] += __shfl_xor_sync(kFullMask, sum[r][i], 2);
+    }
   }
-  return make_float2(sum[0], sum[1]);
 }
 
 // ---- A group of up to 8 rows of x.

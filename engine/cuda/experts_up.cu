@@ -438,31 +438,44 @@ struct FastSource {
   }
 };
 
-// One warp's products for one item when there is one row of x. x: of the warp's slice, where it has
-// no other.
-template <DType kType, class Ring>
-__device__ __forceinline__ void MultiplyRow(const UpKernelJob& job, const UpCursor& item,
-                                            Ring& ring, RowX& x, const LaneTables& tables,
-                                            float* partial) {
+// One warp's products for one item with at most kRows rows of x, given by number. x: of the warp's
+// slice, where it has no other; `load` it first.
+template <DType kType, int kRows, class Ring>
+__device__ __forceinline__ void MultiplyRows(const UpKernelJob& job, const UpCursor& item,
+                                             Ring& ring, const int (&rows)[kRows], bool load,
+                                             RowsX<kRows>& x, const LaneTables& tables,
+                                             float* partial) {
+  constexpr int kSliceFloats = kRows == 1 ? kPartialStride : kPartialFloats;
   const int lane = LaneId();
   for (int slice = OwnSlice(); slice < job.num_slices; slice += kSliceWarps) {
     const int columns = SliceBlocks(slice, job.shapes[0][0].blocks);
-    if (job.num_slices > kSliceWarps) x.Load(job.x, 0, slice * (kSliceCols / 32), columns);
+    if (load || job.num_slices > kSliceWarps) {
+      OwnRows<kRows, 4> own;
+      own.Load(job.x, rows, slice * (kSliceCols / 32), columns);
+      own.SpreadTo(x);
+    }
 #pragma unroll 1
     for (int unit = 0; unit < 2 * kItemTiles; ++unit) {
-      const float2 sums = item.shared ? DotPart<DType::kQ8_0>(ring, x, columns, tables)
-                                      : DotPart<kType>(ring, x, columns, tables);
-      float* to = partial + (unit % 2 * job.num_slices + slice) * kPartialStride +
+      float sum[kRows][2];
+      if (kRows == 1 && item.shared) {
+        DotPart<DType::kQ8_0>(ring, x, columns, tables, sum);
+      } else {
+        DotPart<kType>(ring, x, columns, tables, sum);
+      }
+      float* to = partial + (unit % 2 * job.num_slices + slice) * kSliceFloats +
                   unit / 2 * kTileRows + lane / 4;
       if (lane % 4 == 0) {
-        to[0] = sums.x;
-        to[8] = sums.y;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          to[r * kPartialStride] = sum[r][0];
+          to[r * kPartialStride + 8] = sum[r][1];
+        }
       }
     }
   }
 }
 
-// The same for a group of rows, whose x is loaded when the group changes.
+// The same for more rows, or the shared expert's.
 template <DType kType, class Ring>
 __device__ __forceinline__ void MultiplyGroup(const UpKernelJob& job, const UpCursor& item,
                                               Ring& ring, const int* x_rows, BlockX<2> (&x)[2],
@@ -528,13 +541,9 @@ __global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
   }
   ring.EndBegin();
 
-  [[maybe_unused]] RowX row = {};
+  [[maybe_unused]] RowsX<1> row = {};
+  [[maybe_unused]] RowsX<2> pair = {};
   [[maybe_unused]] BlockX<2> group[2] = {};
-  if constexpr (kOneRow) {
-    if (warp < job.num_slices) {
-      row.Load(job.x, 0, warp * (kSliceCols / 32), SliceBlocks(warp, job.shapes[0][0].blocks));
-    }
-  }
   __syncthreads();  // the tables are there
   float weight = 0.0f;
   for (int index = 0; index < num_items; ++index) {
@@ -547,10 +556,15 @@ __global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
     if constexpr (kOneRow) {
       const int place = item.first + min(LaneId(), item.count - 1);
       weight = item.shared ? 1.0f : job.routing.place_weight[place];
-      MultiplyRow<kType>(job, item, ring, row, tables, sums);
+      MultiplyRows<kType>(job, item, ring, {0}, index == 0, row, tables, sums);
     } else {
       if (item.new_rows) LoadRows(job, item, x_rows, weight);
-      MultiplyGroup<kType>(job, item, ring, x_rows, group, tables, sums);
+      if (item.shared || item.count > 2) {
+        MultiplyGroup<kType>(job, item, ring, x_rows, group, tables, sums);
+      } else {
+        MultiplyRows<kType>(job, item, ring, {x_rows[0], x_rows[1]}, item.new_rows, pair, tables,
+                            sums);
+      }
     }
     __syncthreads();
     const int j = (warp + index) % kSliceWarps;
