@@ -67,14 +67,13 @@ __device__ __forceinline__ float PlainValue(const std::byte* data, int64_t i) {
 
 // A half warp's share of fn: kMixesOfHalf rows, of which each lane has two runs of four columns:
 // of stream lane / 8 and of stream 2 + lane / 8, from column 4 (lane % 8) of the part on.
-struct MixBits {
-  uint4 run[kMixesOfHalf][2];  // 16-bit values fill x and y only
-};
-using MixFloats = float[kMixesOfHalf][2][4];
+using MixRuns = float[kMixesOfHalf][2][4];
 
-// Only loads: nothing here waits for what they bring. Zeros where there is none.
-__device__ __forceinline__ void LoadMixBits(const PlainMatrix& fn, const HcShape& shape,
-                                            MixBits& bits) {
+// Fetches the runs as they are in memory, 16-bit types as two words; nothing here waits for what
+// the loads bring. Zeros where there is none.
+template <bool kFloat32>
+__device__ __forceinline__ void FetchRunsOf(const PlainMatrix& fn, const HcShape& shape,
+                                            MixRuns& w) {
   const int half = static_cast<int>(threadIdx.x) / kHalfWarp;
   const int lane = static_cast<int>(threadIdx.x) % kHalfWarp;
   const int d = static_cast<int>(blockIdx.x) * kPartCols + 4 * (lane % 8);
@@ -84,43 +83,50 @@ __device__ __forceinline__ void LoadMixBits(const PlainMatrix& fn, const HcShape
     for (int r = 0; r < 2; ++r) {
       const int i = kMixesOfHalf * half + m, j = 2 * r + lane / 8;
       const int64_t at = i * fn.cols + static_cast<int64_t>(j) * shape.dim + d;
-      uint4& to = bits.run[m][r];
-      to = make_uint4(0, 0, 0, 0);
-      if (i >= fn.rows || j >= shape.streams || d >= shape.dim) continue;
-      if (fn.dtype == DType::kF32) {
-        to = *reinterpret_cast<const uint4*>(fn.data + 4 * at);
-      } else {
-        const uint2 pairs = *reinterpret_cast<const uint2*>(fn.data + 2 * at);
-        to.x = pairs.x;
-        to.y = pairs.y;
+      const bool there = i < fn.rows && j < shape.streams && d < shape.dim;
+      float4 run = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if constexpr (kFloat32) {
+        if (there) run = *reinterpret_cast<const float4*>(fn.data + 4 * at);
+      } else if (there) {
+        const float2 words = *reinterpret_cast<const float2*>(fn.data + 2 * at);
+        run.x = words.x;
+        run.y = words.y;
       }
+      w[m][r][0] = run.x, w[m][r][1] = run.y, w[m][r][2] = run.z, w[m][r][3] = run.w;
     }
   }
 }
+__device__ __forceinline__ void FetchRuns(const PlainMatrix& fn, const HcShape& shape, MixRuns& w) {
+  if (fn.dtype == DType::kF32) {
+    FetchRunsOf<true>(fn, shape, w);
+  } else {
+    FetchRunsOf<false>(fn, shape, w);
+  }
+}
 
-__device__ __forceinline__ void ConvertMixBits(DType dtype, const MixBits& bits, MixFloats& w) {
+// Fetched runs to values, in place.
+template <bool kHalfs>
+__device__ __forceinline__ void WidenRuns(MixRuns& w) {
 #pragma unroll
   for (int m = 0; m < kMixesOfHalf; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint4 from = bits.run[m][r];
-      float (&to)[4] = w[m][r];
-      if (dtype == DType::kF32) {
-        to[0] = __uint_as_float(from.x), to[1] = __uint_as_float(from.y);
-        to[2] = __uint_as_float(from.z), to[3] = __uint_as_float(from.w);
-      } else {
-        const bool half = dtype == DType::kF16;
-        const float2 low = half ? Half2ToFloat2(from.x) : Bf162ToFloat2(from.x);
-        const float2 high = half ? Half2ToFloat2(from.y) : Bf162ToFloat2(from.y);
-        to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
-      }
+      float (&run)[4] = w[m][r];
+      const uint32_t x = __float_as_uint(run[0]), y = __float_as_uint(run[1]);
+      const float2 low = kHalfs ? Half2ToFloat2(x) : Bf162ToFloat2(x);
+      const float2 high = kHalfs ? Half2ToFloat2(y) : Bf162ToFloat2(y);
+      run[0] = low.x, run[1] = low.y, run[2] = high.x, run[3] = high.y;
     }
   }
+}
+__device__ __forceinline__ void ConvertRuns(DType dtype, MixRuns& w) {
+  if (dtype == DType::kF16) WidenRuns<true>(w);
+  if (dtype == DType::kBF16) WidenRuns<false>(w);
 }
 
 // This lane's share of its half warp's dot products. x: a row's values of the part, shared, stream
 // by stream.
-__device__ __forceinline__ void DotShares(const MixFloats& w, const float* x,
+__device__ __forceinline__ void DotShares(const MixRuns& w, const float* x,
                                           float (&v)[kMixesOfHalf]) {
   const int lane = static_cast<int>(threadIdx.x) % kHalfWarp;
   const float4 low = *reinterpret_cast<const float4*>(x + 4 * lane);
@@ -139,7 +145,7 @@ __device__ __forceinline__ void DotShares(const MixFloats& w, const float* x,
 }
 
 // A row's dot products to `to`, [kPartialSlots]: a tree over the lanes of each half warp.
-__device__ __forceinline__ void StoreDots(const MixFloats& w, const float* x, float* to) {
+__device__ __forceinline__ void StoreDots(const MixRuns& w, const float* x, float* to) {
   const int half = static_cast<int>(threadIdx.x) / kHalfWarp;
   const int lane = static_cast<int>(threadIdx.x) % kHalfWarp;
   float v[kMixesOfHalf];
@@ -173,7 +179,7 @@ __device__ __forceinline__ void FoldRows(int lane, float (&v)[kMixesOfHalf][kRow
 
 // StoreDots of a full batch of rows, the same additions in fewer shuffles: after three steps a lane
 // has one row only. x: [kRowBatch][kPartValues]; to: [kRowBatch][kPartialSlots].
-__device__ __forceinline__ void StoreDotsOfBatch(const MixFloats& w, const float* x, float* to) {
+__device__ __forceinline__ void StoreDotsOfBatch(const MixRuns& w, const float* x, float* to) {
   static_assert(kRowBatch == kHalfWarp / 2);
   const int half = static_cast<int>(threadIdx.x) / kHalfWarp;
   const int lane = static_cast<int>(threadIdx.x) % kHalfWarp;
@@ -218,6 +224,26 @@ __device__ __forceinline__ float TreeOfRoots(const RootProgram& roots, int64_t a
   return stack[0];
 }
 
+// The partials of a batch of `count` rows: dot products by all warps, each row's squares by the
+// warp that expanded it. x: [kRowBatch][kPartValues], shared; to: [count][kPartialSlots].
+__device__ __forceinline__ void StorePartials(const MixRuns& w, const float* x,
+                                              const float (&squares)[kRowsOfWarp], int count,
+                                              float* to) {
+  if (count == kRowBatch) {
+    StoreDotsOfBatch(w, x, to);
+  } else {
+#pragma unroll 1
+    for (int u = 0; u < count; ++u) StoreDots(w, x + u * kPartValues, to + u * kPartialSlots);
+  }
+#pragma unroll
+  for (int r = 0; r < kRowsOfWarp; ++r) {
+    const int u = static_cast<int>(threadIdx.x) / kWarpSize + r * kPartWarps;
+    if (u >= count) break;
+    const float sum = WarpSum(squares[r]);
+    if (threadIdx.x % kWarpSize == 0) to[u * kPartialSlots + kSquaresSlot] = sum;
+  }
+}
+
 // Gives each row of a block's tile to one warp, lane by column, then adds the dot products up.
 // Source has a struct Row with what a lane holds of a row while it is on its way, Load(row, there,
 // Row&) and Finish(u, Row, x): the lane's new stream values, u being the row's place in the batch.
@@ -230,26 +256,33 @@ __device__ __forceinline__ void PartOfRows(const HcShape& shape, int rows, int t
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   const int d = static_cast<int>(blockIdx.x) * kPartCols + lane;
-  int first = static_cast<int>(blockIdx.y) * tile;
-  const int end = min(rows, first + tile);
-  MixBits bits;
-  LoadMixBits(fn, shape, bits);
+  const int begin = static_cast<int>(blockIdx.y) * tile;
+  const int end = min(rows, begin + tile);
+  MixRuns w;
+  FetchRuns(fn, shape, w);
   GridDependencyWait();
-  typename Source::Row ahead[kRowsOfWarp];
+  float squares[kRowsOfWarp];
+  for (int first = begin, turn = 0;; first += kRowBatch, turn ^= 1) {
+    typename Source::Row rows_here[kRowsOfWarp];
 #pragma unroll
-  for (int r = 0; r < kRowsOfWarp; ++r) {
-    source.Load(first + warp + r * kPartWarps, first + warp + r * kPartWarps < end, ahead[r]);
-  }
-  MixFloats w;
-  ConvertMixBits(fn.dtype, bits, w);
-  for (int turn = 0; first < end; first += kRowBatch, turn ^= 1) {
-    float squares[kRowsOfWarp];
+    for (int r = 0; r < kRowsOfWarp; ++r) {
+      const int row = first + warp + r * kPartWarps;
+      source.Load(row, row < end, rows_here[r]);
+    }
+    if (first == begin) {
+      ConvertRuns(fn.dtype, w);
+    } else {
+      const int before = first - kRowBatch;
+      StorePartials(w, values[turn ^ 1], squares, min(kRowBatch, end - before),
+                    partial + (static_cast<int64_t>(blockIdx.x) * rows + before) * kPartialSlots);
+    }
+    if (first >= end) break;
 #pragma unroll
     for (int r = 0; r < kRowsOfWarp; ++r) {
       const int u = warp + r * kPartWarps;
       if (first + u >= end) break;
       float x[kStreams];
-      source.Finish(u, ahead[r], x);
+      source.Finish(u, rows_here[r], x);
       float* to = streams + static_cast<int64_t>(first + u) * shape.streams * shape.dim + d;
       squares[r] = 0.0f;
 #pragma unroll
@@ -259,30 +292,8 @@ __device__ __forceinline__ void PartOfRows(const HcShape& shape, int rows, int t
         squares[r] = fmaf(x[k], x[k], squares[r]);
       }
     }
-    const int next = first + kRowBatch;
-    if (next < end) {
-#pragma unroll
-      for (int r = 0; r < kRowsOfWarp; ++r) {
-        source.Load(next + warp + r * kPartWarps, next + warp + r * kPartWarps < end, ahead[r]);
-      }
-    }
     // One barrier a batch: a warp that is a batch ahead writes the other half of `values`.
     __syncthreads();
-    float* to = partial + (static_cast<int64_t>(blockIdx.x) * rows + first) * kPartialSlots;
-    if (end - first >= kRowBatch) {
-      StoreDotsOfBatch(w, values[turn], to);
-    } else {
-      for (int u = 0; u < end - first; ++u) {
-        StoreDots(w, values[turn] + u * kPartValues, to + u * kPartialSlots);
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < kRowsOfWarp; ++r) {
-      const int u = warp + r * kPartWarps;
-      if (first + u >= end) break;
-      const float sum = WarpSum(squares[r]);
-      if (lane == 0) to[u * kPartialSlots + kSquaresSlot] = sum;
-    }
   }
 }
 
