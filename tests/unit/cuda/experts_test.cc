@@ -381,15 +381,19 @@ TEST(ExpertsTest, AnExpertNamedTwice) {
                        .used = 4};
   TestDevice device;
   const Model m = MakeModel(device, shape);
-  const std::vector<int32_t> ids = {1, 1, 1, 3, 1, 1, 2, 1};
-  for (int rows : {1, 2}) {
-    const Batch batch =
-        RouteBatch(device, shape, rows, {ids.begin(), ids.begin() + rows * shape.used},
-                   std::vector<float>(rows * shape.num_experts, 0.5f));
-    const HostActivation x = RandomActivation(rows, 1, shape.hidden, 1);
-    const UpResult up = RunUp(device, m, x, batch, kFormF32 | kFormQ8);
-    CheckHidden(m, x, batch, up.out, up.shared_out, kFormF32 | kFormQ8);
-    CheckRoots(m, up.out, up.shared_out, batch, RunDown(device, m, up.out, up.shared_out, batch));
+  const std::vector<std::vector<int32_t>> tables = {
+      {1, 1, 1, 3, 1, 1, 2, 1},   // a group of several rows
+      {1, 1, 2, 3, 0, 4, 0, 2}};  // groups of two pairs
+  for (const std::vector<int32_t>& ids : tables) {
+    for (int rows : {1, 2}) {
+      const Batch batch =
+          RouteBatch(device, shape, rows, {ids.begin(), ids.begin() + rows * shape.used},
+                     std::vector<float>(rows * shape.num_experts, 0.5f));
+      const HostActivation x = RandomActivation(rows, 1, shape.hidden, 1);
+      const UpResult up = RunUp(device, m, x, batch, kFormF32 | kFormQ8);
+      CheckHidden(m, x, batch, up.out, up.shared_out, kFormF32 | kFormQ8);
+      CheckRoots(m, up.out, up.shared_out, batch, RunDown(device, m, up.out, up.shared_out, batch));
+    }
   }
 }
 
@@ -438,6 +442,16 @@ TEST(ExpertsTest, ARowHasTheSameBitsAloneAndAmongOthers) {
                          .lane_cols = 256};
   CheckAlone(two_bit, 9, Spread::kEven);
   CheckAlone(two_bit, 9, Spread::kAllAlike);
+  for (DType type : {DType::kQ4_K, DType::kMXFP4, DType::kQ8_0}) {
+    CheckAlone({.up_type = type,
+                .down_type = type,
+                .shared_type = DType::kQ8_0,
+                .hidden = 512,
+                .lanes = 2,
+                .lane_cols = 256,
+                .num_experts = 4},
+               5, Spread::kAllAlike);
+  }
   Shape floats = {.lanes = 4, .lane_begin = 4};
   CheckAlone(floats, 12, Spread::kEven);
 }
