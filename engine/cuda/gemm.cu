@@ -267,52 +267,66 @@ __device__ __forceinline__ std::byte* FetchSlot(const Shared& shared, int fetch)
   return shared.weights + fetch % kSlots * (kBlockTiles * F::kTileBytes);
 }
 
-// Fetches are issued in rising order, each once.
+// Starts the copy of one of the warp's two tiles of a fetch. No branch: matrix instructions stand
+// around it.
 template <typename F>
-__device__ __forceinline__ void IssueFetch(Loader& loader, const Shared& shared, int fetch) {
-  if (fetch * (F::kFetchCols / kStageCols) >= loader.stages) return;
+__device__ __forceinline__ void IssueTile(const Loader& loader, const Shared& shared, int fetch,
+                                          int i, bool wanted) {
   const int lane = shared.place.lane, part = fetch % 2;
+  std::byte* to = FetchSlot<F>(shared, fetch) + (2 * shared.place.warp + i) * F::kTileBytes;
+  const std::byte* chunk = At16(shared.source->tiles[i], loader.weights_at);
+  const std::byte* main = chunk + part * F::kMainBytes + 16 * lane;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    std::byte* to = FetchSlot<F>(shared, fetch) + (2 * shared.place.warp + i) * F::kTileBytes;
-    const std::byte* chunk = At16(shared.source->tiles[i], loader.weights_at);
-    const std::byte* main = chunk + part * F::kMainBytes + 16 * lane;
-#pragma unroll
-    for (int at = 0; at < F::kMainBytes; at += 512) CopyAsync16(to + 16 * lane + at, main + at);
-    if (16 * lane < F::kHeaderBytes) {
-      CopyAsync16(to + F::kMainBytes + 16 * lane, chunk + F::HeaderAt(part) + 16 * lane);
-    }
+  for (int at = 0; at < F::kMainBytes; at += 512) {
+    CopyAsync16If(wanted, to + 16 * lane + at, main + at);
   }
-  if (part == 1) loader.weights_at += F::kChunkBytes / 16;
-  if (--loader.fetches_left == 0) {
-    loader.weights_at += shared.source->lane_step;
-    loader.fetches_left = shared.source->lane_fetches;
+  if constexpr (F::kHeaderBytes > 0) {
+    CopyAsync16If(wanted && 16 * lane < F::kHeaderBytes, to + F::kMainBytes + 16 * lane,
+                  chunk + F::HeaderAt(part) + 16 * lane);
+  }
+}
+
+// Steps past `fetch`, when both of its tiles have been issued.
+template <typename F>
+__device__ __forceinline__ void EndFetch(Loader& loader, const Shared& shared, int fetch,
+                                         bool issued) {
+  const uint2 lane = LoadWords2(reinterpret_cast<const std::byte*>(&shared.source->lane_step));
+  const bool lane_ends = issued && loader.fetches_left == 1;
+  loader.weights_at += issued && fetch % 2 == 1 ? F::kChunkBytes / 16 : 0;
+  loader.weights_at += lane_ends ? lane.x : 0;
+  loader.fetches_left = lane_ends ? lane.y : loader.fetches_left - (issued ? 1 : 0);
+}
+
+// The weights that come with a stage, in rising order: a fetch of 64 columns is its own stage's; of
+// 128 columns, stages 2k and 2k + 1 bring one tile each of fetch k + 1.
+template <typename F>
+__device__ __forceinline__ void IssueWeights(Loader& loader, const Shared& shared, int stage) {
+  if constexpr (F::kFetchCols == 128) {
+    const int fetch = stage / 2 + 1;
+    IssueTile<F>(loader, shared, fetch, stage % 2, 2 * fetch < loader.stages);
+    EndFetch<F>(loader, shared, fetch, stage % 2 == 1);
+  } else {
+    for (int i = 0; i < 2; ++i) {
+      IssueTile<F>(loader, shared, stage, i, stage < loader.stages);
+    }
+    EndFetch<F>(loader, shared, stage, true);
   }
 }
 
 // Stages come in rising order. Row r's 16-byte unit u (of 8) is kept at u ^ 4 (r % 2): then the 16
 // bytes of eight lanes (two rows, four units) lie in different banks.
-template <typename F>
-__device__ __forceinline__ void IssueStage(Loader& loader, const Shared& shared, int stage,
-                                           int groups) {
-  if (stage < loader.stages) {
-    const int row = shared.place.warp * 4 + shared.place.lane / 8, unit = shared.place.lane % 8;
-    std::byte* to =
-        shared.x + stage % kSlots * kXStageBytes + row * 128 + ((unit ^ (row % 2 * 4)) * 16);
-    const uint4 all = LoadWords4(reinterpret_cast<const std::byte*>(shared.offsets->groups));
-    const uint32_t offsets[kGroups] = {all.x, all.y, all.z, all.w};
-    const std::byte* x = shared.source->x + stage * (kStageCols * 2);
+__device__ __forceinline__ void IssueX(const Loader& loader, const Shared& shared, int stage,
+                                       int groups) {
+  const int row = shared.place.warp * 4 + shared.place.lane / 8, unit = shared.place.lane % 8;
+  std::byte* to =
+      shared.x + stage % kSlots * kXStageBytes + row * 128 + ((unit ^ (row % 2 * 4)) * 16);
+  const uint4 all = LoadWords4(reinterpret_cast<const std::byte*>(shared.offsets->groups));
+  const uint32_t offsets[kGroups] = {all.x, all.y, all.z, all.w};
+  const std::byte* x = shared.source->x + stage * (kStageCols * 2);
 #pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      if (i < groups) CopyAsync16(to + i * 32 * 128, At16(x, offsets[i]));
-    }
-    if constexpr (F::kFetchCols == 128) {
-      if (stage % 2 == 0) IssueFetch<F>(loader, shared, stage / 2 + 1);
-    } else {
-      IssueFetch<F>(loader, shared, stage);
-    }
+  for (int i = 0; i < kGroups; ++i) {
+    if (i < groups) CopyAsync16If(stage < loader.stages, to + i * 32 * 128, At16(x, offsets[i]));
   }
-  CopyAsyncCommit();
 }
 
 template <typename F>
@@ -325,15 +339,12 @@ __device__ __forceinline__ float* ScaleSlot(const Shared& shared, int fetch) {
 template <typename F>
 constexpr int kRowFloats = F::kScaleFloats > 4 ? 2 : 1;
 
-// Ready scales of the two tiles that this warp fetched.
+// Ready scales of one of the warp's two tiles, for its own lanes.
 template <typename F>
-__device__ __forceinline__ void MakeScales(const Shared& shared, int fetch) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int slot = 2 * shared.place.warp + i;
-    F::MakeScales(FetchSlot<F>(shared, fetch) + slot * F::kTileBytes, fetch % 2, shared.place.lane,
-                  ScaleSlot<F>(shared, fetch) + 16 * slot * kRowFloats<F>);
-  }
+__device__ __forceinline__ void MakeScales(const Shared& shared, int fetch, int i) {
+  const int slot = 2 * shared.place.warp + i;
+  F::MakeScales(FetchSlot<F>(shared, fetch) + slot * F::kTileBytes, fetch % 2, shared.place.lane,
+                ScaleSlot<F>(shared, fetch) + 16 * slot * kRowFloats<F>);
 }
 
 // What fragments of the warp's tile i at one step of a stage are made from.
@@ -386,9 +397,10 @@ __device__ __forceinline__ void MultiplyGroup(const A& a, const B& b, int group,
 
 // One step of a stage, for the first kNum groups of x rows. a[kStep] holds its fragments; those of
 // the step after it are made meanwhile. b: two groups in turn, the first of this step is there.
+// What else a stage does stands between the groups.
 template <typename F, int kNum, int kStep>
-__device__ __forceinline__ void MultiplyStep(const Shared& shared, int stage, A (&a)[2], B (&b)[2],
-                                             Sums& sums) {
+__device__ __forceinline__ void MultiplyStep(Loader& loader, const Shared& shared, int stage,
+                                             A (&a)[2], B (&b)[2], Sums& sums) {
 #pragma unroll
   for (int group = 0; group < kNum; ++group) {
     const int turn = kStep * kNum + group;
@@ -409,6 +421,14 @@ __device__ __forceinline__ void MultiplyStep(const Shared& shared, int stage, A 
     for (int i = 0; i < kWarpTiles; ++i) {
       if (i * kNum / kWarpTiles == group) F::Fragments(raw[i], shared.tables, a[1 - kStep][i]);
     }
+    if (kStep == 0 && group == 0) IssueX(loader, shared, stage + kSlots - 1, kNum);
+    if (kStep == 0 && group == kNum / 2 && F::kScaleFloats > 0) {
+      MakeScales<F>(shared, stage / 2 + 1, stage % 2);
+    }
+    if (kStep == 1 && group == 0) {
+      IssueWeights<F>(loader, shared, stage + kSlots - 1);
+      CopyAsyncCommit();
+    }
     // Keeps the compiler from loading further ahead than there are registers for.
     __syncwarp();
   }
@@ -416,16 +436,21 @@ __device__ __forceinline__ void MultiplyStep(const Shared& shared, int stage, A 
 
 template <typename F>
 __device__ __forceinline__ void Prologue(Loader& loader, const Shared& shared) {
-  if constexpr (F::kFetchCols == 128) IssueFetch<F>(loader, shared, 0);
+  if constexpr (F::kFetchCols == 128) {
+    for (int i = 0; i < 2; ++i) IssueTile<F>(loader, shared, 0, i, true);
+    EndFetch<F>(loader, shared, 0, true);
+  }
   for (int stage = 0; stage < kSlots - 1; ++stage) {
-    IssueStage<F>(loader, shared, stage, loader.groups);
+    IssueX(loader, shared, stage, loader.groups);
+    IssueWeights<F>(loader, shared, stage);
+    CopyAsyncCommit();
   }
 }
 
-// At the start of stage s, x and weights of stage s + 1 must be there too, for their first
-// fragments are loaded and made at the end of stage s. Group s of copies brings x of stage s; with
-// 128 columns a fetch, group s (even) brings fetch s / 2 + 1, whose scales are made in stage s and
-// read from the end of stage s + 1 on; with 64, group s brings fetch s.
+// At the start of stage s, copies of stage s + 1 must be there too, for its first fragments are
+// loaded and made at the end of stage s. Stages 2k and 2k + 1 make the scales of one tile each of
+// fetch k + 1, which are read from the end of stage 2k + 1 on; past the last fetch they are of
+// nothing, and nobody reads them.
 constexpr int kPending = kSlots - 3;
 
 template <typename F, int kNum>
@@ -441,13 +466,8 @@ __device__ __forceinline__ void MultiplyStages(Loader& loader, const Shared& sha
   for (int stage = 0; stage < loader.stages; ++stage) {
     CopyAsyncWait<kPending>();
     __syncthreads();
-    MultiplyStep<F, kNum, 0>(shared, stage, a, b, sums);
-    // In mid-stage, when the other warps keep the tensor cores busy.
-    IssueStage<F>(loader, shared, stage + kSlots - 1, kNum);
-    if constexpr (F::kScaleFloats > 0) {
-      if (stage % 2 == 0 && stage + 2 < loader.stages) MakeScales<F>(shared, stage / 2 + 1);
-    }
-    MultiplyStep<F, kNum, 1>(shared, stage, a, b, sums);
+    MultiplyStep<F, kNum, 0>(loader, shared, stage, a, b, sums);
+    MultiplyStep<F, kNum, 1>(loader, shared, stage, a, b, sums);
   }
 }
 
@@ -459,8 +479,8 @@ __device__ __forceinline__ void Multiply(Loader& loader, const Shared& shared, S
   CopyAsyncWait<kPending>();
   __syncthreads();
   if constexpr (F::kScaleFloats > 0) {
-    MakeScales<F>(shared, 0);
-    __syncthreads();
+    for (int i = 0; i < 2; ++i) MakeScales<F>(shared, 0, i);
+    __syncwarp();
   }
   // A ballot tells the compiler that the whole warp goes one way.
   const int groups = loader.groups;

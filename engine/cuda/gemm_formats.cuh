@@ -79,7 +79,7 @@ __device__ __forceinline__ float2 CodeScale(float ds, float dm) {
 
 // Two bf16 of a table of four, picked by the lower half of `selectors`.
 __device__ __forceinline__ uint32_t PickPair(uint2 table, uint32_t selectors) {
-  return __byte_perm(table.x, table.y, selectors);
+  return SelectBytes(table.x, table.y, selectors);
 }
 
 // Scales of one value a row and step: [step][row]; t says which of a fetch's four steps.

@@ -238,6 +238,24 @@ __device__ __forceinline__ uint32_t SelectBytes(uint32_t x, uint32_t y, uint32_t
 #endif
 }
 
+// CopyAsync16 where `wanted`, without a branch.
+#if defined(__CUDACC__)
+__device__ __forceinline__ void CopyAsync16If(bool wanted, void* shared, const void* global) {
+  asm volatile(
+      "{\n"
+      ".reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %2, 0;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n"
+      "}" ::"r"(SharedAddress(shared)),
+      "l"(__cvta_generic_to_global(global)), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+#else
+inline void CopyAsync16If(bool wanted, void* shared, const void* global) {
+  if (wanted) CopyAsync16(shared, global);
+}
+#endif
+
 // Words of shared memory by address: a plain number, so that kernels can leave parts of an address
 // ready in a register. Only for words that nobody writes any more: the compiler may move the load.
 #if defined(__CUDACC__)
