@@ -344,7 +344,6 @@ __global__ void __launch_bounds__(kMaxDownWarps* kWarpSize, 1)
 // ---- The fast path.
 
 constexpr int kFastWarps = 8;
-constexpr int kFastThreads = kFastWarps * kWarpSize;
 
 // The parts of one warp: for each of its row tiles the shared expert for each 8 rows, then the
 // groups.
@@ -540,7 +539,7 @@ __device__ __forceinline__ void StoreRoots(const DownKernelJob& job, int first_t
 
 // kType: of the routed experts; the shared one has Q8_0.
 template <DType kType, bool kOneRow>
-__global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
+__global__ void __launch_bounds__(kFastWarps* kWarpSize, kOneRow ? 2 : 1)
     FastDownKernel(const __grid_constant__ DownKernelJob job) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
@@ -551,7 +550,10 @@ __global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
   const int first_row = static_cast<int>(blockIdx.y) * job.sum_rows;
   const int num_rows = min(job.sum_rows, job.rows - first_row);
   const int shared_units = (num_rows + kGroupPairs - 1) / kGroupPairs;
-  const int num_groups = *job.routing.num_groups;  // before the wait: see above
+  // Before the wait: see above. The acquire makes sure that nothing of an earlier layer's routing
+  // is read from L1.
+  const int num_groups = static_cast<int>(
+      LoadAcquireSystem(reinterpret_cast<const uint32_t*>(job.routing.num_groups)));
   const int block = lane * (kColumnGrain / 32);
   float* sums = reinterpret_cast<float*>(memory);
   constexpr int kStride = kOneRow ? kTileRows : kSumStride;

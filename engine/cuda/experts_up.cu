@@ -531,6 +531,12 @@ __global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
   GridDependencyWait();
   LaunchDependents();  // not earlier: see above
   groups.Load(job);
+  [[maybe_unused]] OwnRows<1, 4> own;
+  if constexpr (kOneRow) {
+    // Asked for before anything waits for the routing.
+    const int slice = min(warp, job.num_slices - 1);
+    own.Load(job.x, {0}, slice * (kSliceCols / 32), SliceBlocks(slice, job.shapes[0][0].blocks));
+  }
   const int routed_items = *job.routing.num_groups * job.row_blocks;
   const int routed_begin = RoutedBegin(job, routed_items, block);
   const int num_items = num_shared + RoutedBegin(job, routed_items, block + 1) - routed_begin;
@@ -544,6 +550,7 @@ __global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
   [[maybe_unused]] RowsX<1> row = {};
   [[maybe_unused]] RowsX<2> pair = {};
   [[maybe_unused]] BlockX<2> group[2] = {};
+  if constexpr (kOneRow) own.SpreadTo(row);
   __syncthreads();  // the tables are there
   float weight = 0.0f;
   for (int index = 0; index < num_items; ++index) {
@@ -556,7 +563,7 @@ __global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
     if constexpr (kOneRow) {
       const int place = item.first + min(LaneId(), item.count - 1);
       weight = item.shared ? 1.0f : job.routing.place_weight[place];
-      MultiplyRows<kType>(job, item, ring, {0}, index == 0, row, tables, sums);
+      MultiplyRows<kType>(job, item, ring, {0}, false, row, tables, sums);
     } else {
       if (item.new_rows) LoadRows(job, item, x_rows, weight);
       if (item.shared || item.count > 2) {
@@ -621,7 +628,7 @@ void PlanFast(UpKernelJob& k, bool one_row) {
 // ahead.
 int BlockCost(DType dtype, bool from_l2) {
   const int bytes = ChunkBytes(dtype) * kColumnGrain / ChunkCols(dtype);
-  return std::max(9, bytes / (from_l2 ? 350 : 200));
+  return std::max(11, bytes / (from_l2 ? 350 : 200));
 }
 
 // Cuts the block's shared memory: tables, partial sums, rows of x, rings.
