@@ -6,7 +6,7 @@
 // block; all warps read all x rows. A warp makes the fragments of the next step (32 columns) and
 // loads x of the next group of 32 rows, also over the end of a stage, while the tensor cores work
 // on those at hand. What bounds it: the tensor cores (128 matrix instructions a warp and stage, of
-// 300 to 500), and shared memory, busy for most of that time.
+// 270 to 690), and shared memory, busy for most of that time.
 #include <algorithm>
 
 #include "engine/base/check.h"

@@ -67,9 +67,32 @@ void PadLanes(const LaunchContext& launch, const ActivationView& out, int64_t ro
 constexpr int kCombineThreads = 256;
 constexpr int kCombineCols = 4 * kCombineThreads;
 
-// out[t][d] += pair_out of the row's experts, by rising id. Block (row, run of columns).
+// Four columns of a row, several of its pairs on their way at once.
+__device__ __forceinline__ void AddPairs(const float* pair_out, const int* places, int used,
+                                         int64_t dim, float4* to) {
+  constexpr int kBatch = 6;
+  float4 sum = *to;
+  for (int first = 0; first < used; first += kBatch) {
+    float4 pairs[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int place = places[min(first + i, used - 1)];
+      pairs[i] = *reinterpret_cast<const float4*>(pair_out + place * dim);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i >= used) continue;
+      sum.x += pairs[i].x, sum.y += pairs[i].y, sum.z += pairs[i].z, sum.w += pairs[i].w;
+    }
+  }
+  *to = sum;
+}
+
+// out[t][d] += pair_out of the row's experts, by rising id. Block (row, run of columns). wide: four
+// columns are 16 aligned bytes everywhere.
 __global__ void CombinePairsKernel(const int32_t* ids, const int32_t* pair_place,
-                                   const float* pair_out, int used, int dim, float* out) {
+                                   const float* pair_out, int used, int dim, bool wide,
+                                   float* out) {
   LaunchDependents();
   GridDependencyWait();
   __shared__ int places[kMaxExpertsUsed];
@@ -84,10 +107,16 @@ __global__ void CombinePairsKernel(const int32_t* ids, const int32_t* pair_place
   }
   __syncthreads();
   const int first = static_cast<int>(blockIdx.y) * kCombineCols;
+  float* to = out + static_cast<int64_t>(row) * dim;
+  if (wide) {
+    const int d = first + 4 * thread;
+    if (d < dim) AddPairs(pair_out + d, places, used, dim, reinterpret_cast<float4*>(to + d));
+    return;
+  }
   for (int d = first + thread; d < min(first + kCombineCols, dim); d += kCombineThreads) {
-    float sum = out[static_cast<int64_t>(row) * dim + d];
+    float sum = to[d];
     for (int k = 0; k < used; ++k) sum += pair_out[static_cast<int64_t>(places[k]) * dim + d];
-    out[static_cast<int64_t>(row) * dim + d] = sum;
+    to[d] = sum;
   }
 }
 
@@ -121,11 +150,14 @@ void LaunchExpertsDownGemm(const LaunchContext& launch, const ExpertsDown& job,
   AddRoutedJob(down, routing, static_cast<int>(job.down.count / job.lanes), used, args);
   gemm::LaunchTiles(launch, args);
   const int dim = static_cast<int>(job.down.rows);
+  const bool wide =
+      dim % 4 == 0 &&
+      (reinterpret_cast<uintptr_t>(pair_out) | reinterpret_cast<uintptr_t>(out)) % 16 == 0;
   Launch(launch,
          dim3(static_cast<unsigned>(rows),
               static_cast<unsigned>((dim + kCombineCols - 1) / kCombineCols)),
          dim3(kCombineThreads), 0, CombinePairsKernel, routing.ids, routing.pair_place, pair_out,
-         used, dim, out);
+         used, dim, wide, out);
 }
 
 }  // namespace ds4::cuda

@@ -436,6 +436,15 @@ TEST(ExpertsGemm, SpreadOverExpertsInTinyLanes) {
   test.CheckDown();
 }
 
+// Rows of no whole number of 16 bytes, and more experts a row than the combining kernel adds at
+// once.
+TEST(ExpertsGemm, OddWidthsAndManyExpertsARow) {
+  ExpertsGemm odd({DType::kF16, DType::kF16, DType::kF16, 5, 2, 7, 70, 8, 2, SpreadIds(7, 2, 5)});
+  odd.CheckDown();
+  ExpertsGemm many({DType::kF16, DType::kF16, DType::kF16, 9, 8, 7, 72, 8, 2, SpreadIds(7, 8, 9)});
+  many.CheckDown();
+}
+
 // More pairs of one expert than a tile holds, few of the others, none of some.
 TEST(ExpertsGemm, CrowdAtOneExpert) {
   std::vector<int32_t> ids;
@@ -459,6 +468,17 @@ TEST(ExpertsGemm, TypesOfQ2) {
 TEST(ExpertsGemm, ManyExperts) {
   ExpertsGemm test(
       {DType::kMXFP4, DType::kMXFP4, DType::kBF16, 300, 6, 4, 64, 32, 1, SpreadIds(4, 6, 300)});
+  test.CheckUp();
+  test.CheckDown();
+}
+
+// Numbers of rows of every class of tiles at once: none, 1, 33, 65, 97, a full tile, and more.
+TEST(ExpertsGemm, TilesOfEveryLength) {
+  std::vector<int32_t> ids;
+  const int counts[] = {0, 33, 1, 128, 97, 65, 0, 161};
+  for (int e = 0; e < 8; ++e) ids.insert(ids.end(), counts[e], e);
+  const int rows = static_cast<int>(ids.size());
+  ExpertsGemm test({DType::kQ2_K, DType::kIQ2_XXS, DType::kF16, 8, 1, rows, 256, 256, 1, ids});
   test.CheckUp();
   test.CheckDown();
 }
