@@ -1,11 +1,12 @@
-// Products of quantised weights in the kernels of routed experts: the bits of DotSlice (dot.cuh),
-// with fewer instructions a byte. Experts come in formats of 2 to 4 bits, of which an SM can be fed
-// more than it can decode; so a step here counts every instruction:
+// Products of quantised weights in the kernels of routed experts, with fewer instructions a byte
+// than dot.cuh: experts come in formats of 2 to 4 bits, of which an SM can be fed more than it can
+// decode, so a step here counts every instruction:
 //   - x of a group stands in registers for all row tiles of a stage;
 //   - kCols == 1 computes only the first x row of a group (decoding: there is no other);
 //   - IQ2_XXS looks patterns and signs up in tables that have a copy for each lane, because lanes
-//   that
-//     read different words of one bank wait for each other.
+//     that read different words of one bank wait for each other.
+// DotStage adds in the order of DotSlice; experts_ring.cuh, which uses the same decoders, has its
+// own.
 #pragma once
 
 #include "engine/cuda/dot.cuh"

@@ -25,8 +25,9 @@ constexpr int kUpWarps = 2 * kSliceWarps;
 constexpr int kUpThreads = kUpWarps * kWarpSize;
 constexpr int kItemRows = 32;
 constexpr int kItemTiles = kItemRows / kTileRows;
-// Floats between the rows of x in the partial sums: keeps writes and reads free of bank conflicts.
-constexpr int kPartialStride = 36;
+// Floats between the rows of x in the partial sums: no more than two lanes of a write meet in a
+// bank, and tables, sums and rings of all formats have room for rows of 4096 columns.
+constexpr int kPartialStride = 34;
 constexpr int kPartialFloats = kGroupPairs * kPartialStride;
 
 struct UpKernelJob {

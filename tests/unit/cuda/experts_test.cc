@@ -304,6 +304,19 @@ TEST(ExpertsTest, TheTwoBitFile) {
   CheckBoth(shape, 9, Spread::kAllAlike);
 }
 
+// The largest tables beside the largest stages, in rows as long as a model's.
+TEST(ExpertsTest, TwoBitExpertsBesideASharedOneOfFloats) {
+  CheckBoth({.up_type = DType::kIQ2_XXS,
+             .down_type = DType::kQ8_0,
+             .shared_type = DType::kF16,
+             .hidden = 4096,
+             .lanes = 1,
+             .lane_cols = 32,
+             .num_experts = 2,
+             .used = 1},
+            2, Spread::kEven);
+}
+
 TEST(ExpertsTest, AnyNumberOfRows) {
   const Shape shape = {.up_type = DType::kMXFP4,
                        .down_type = DType::kMXFP4,
