@@ -693,11 +693,16 @@ void LaunchExpertsDown(const LaunchContext& launch, const ExpertsDown& job, cons
   k.table_bytes = job.down.dtype == DType::kIQ2_XXS || job.shared_down.dtype == DType::kIQ2_XXS
                       ? kIq2TableBytes
                       : 0;
-  k.rows_at = k.table_bytes + warps * k.sum_rows * kSumStride * 4;
-  k.fixed_bytes = k.rows_at + warps * kGroupPairs * 4;
-  const int ring = (kMaxSharedBytes - k.fixed_bytes) / warps / kRingGrain * kRingGrain;
-  k.ring_bytes = std::min(kMaxDownRing, ring);
-  CHECK(k.ring_bytes >= 2 * std::max(StageBytes(k.shapes[0]), StageBytes(k.shapes[1])))
+  const int least_ring = 2 * std::max(StageBytes(k.shapes[0]), StageBytes(k.shapes[1]));
+  // Where the rings have no room, a block sums fewer rows.
+  for (;; k.sum_rows -= kGroupPairs) {
+    k.rows_at = k.table_bytes + warps * k.sum_rows * kSumStride * 4;
+    k.fixed_bytes = k.rows_at + warps * kGroupPairs * 4;
+    const int ring = (kMaxSharedBytes - k.fixed_bytes) / warps / kRingGrain * kRingGrain;
+    k.ring_bytes = std::min(kMaxDownRing, ring);
+    if (k.ring_bytes >= least_ring || k.sum_rows == kGroupPairs) break;
+  }
+  CHECK(k.ring_bytes >= least_ring)
       << k.ring_bytes << " bytes of ring for each of " << warps << " warps";
   const dim3 grid((k.shapes[0].row_tiles + k.tiles - 1) / k.tiles,
                   (rows + k.sum_rows - 1) / k.sum_rows);

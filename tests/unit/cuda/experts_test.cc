@@ -317,6 +317,19 @@ TEST(ExpertsTest, TwoBitExpertsBesideASharedOneOfFloats) {
             2, Spread::kEven);
 }
 
+// Tables and sums leave little room for rings: blocks sum fewer rows.
+TEST(ExpertsTest, TwoBitDownMatricesForManyRows) {
+  CheckBoth({.up_type = DType::kQ8_0,
+             .down_type = DType::kIQ2_XXS,
+             .shared_type = DType::kQ8_0,
+             .hidden = 32,
+             .lanes = 8,
+             .lane_cols = 256,
+             .num_experts = 2,
+             .used = 1},
+            45, Spread::kEven);
+}
+
 TEST(ExpertsTest, AnyNumberOfRows) {
   const Shape shape = {.up_type = DType::kMXFP4,
                        .down_type = DType::kMXFP4,
