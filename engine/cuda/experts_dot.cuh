@@ -13,13 +13,15 @@
 
 namespace ds4::cuda {
 
-// ---- IQ2_XXS tables in shared memory: entry i of lane l at word 32 i + l. An entry has a nibble
+// ---- IQ2_XXS tables in shared memory: entry i of lane l at word kIq2Copies i + l % kIq2Copies
+// (a copy for every lane would leave no room for a second block on an SM). An entry has a nibble
 // for each of 8 columns: which of the magnitudes 8, 25, 43 (grid, entries 0-255), and 4 where it is
 // negative (signs, entries 256-511), so that grid | signs selects bytes of two registers. Signs
 // have an entry for each byte, though the top bit of a sign code belongs to the scale: a whole byte
-// times 128 is one instruction's address.
+// times a power of two is one instruction's address.
 inline constexpr int kIq2Entries = 512;
-inline constexpr int kIq2EntryBytes = 4 * kWarpSize;
+inline constexpr int kIq2Copies = 16;
+inline constexpr int kIq2EntryBytes = 4 * kIq2Copies;
 inline constexpr int kIq2TableBytes = kIq2Entries * kIq2EntryBytes;
 
 struct Iq2Selectors {
@@ -44,11 +46,12 @@ inline constexpr Iq2Selectors kIq2Selectors = MakeIq2Selectors();
 // All threads of the block call it, and meet at a barrier before they use the tables.
 __device__ __forceinline__ void LoadIq2Tables(uint32_t* tables) {
   static constexpr Iq2Selectors kSelectors = kIq2Selectors;
-  // Eight threads an entry, four copies each.
+  // Four copies a thread.
+  constexpr int kParts = kIq2Copies / 4;
 #pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < kIq2Entries * 8;
+  for (int i = static_cast<int>(threadIdx.x); i < kIq2Entries * kParts;
        i += static_cast<int>(blockDim.x)) {
-    const uint32_t word = kSelectors.words[i / 8];
+    const uint32_t word = kSelectors.words[i / kParts];
     *reinterpret_cast<uint4*>(tables + 4 * i) = make_uint4(word, word, word, word);
   }
 }
@@ -60,7 +63,7 @@ struct LaneTables {
   __device__ __forceinline__ explicit LaneTables(const std::byte* tables)
       : copy(AddressOfShared(tables)) {
     // The exchange with itself keeps the compiler from working the offset out at each look-up.
-    copy += static_cast<uint32_t>(__shfl_sync(kFullMask, 4 * LaneId(), LaneId()));
+    copy += static_cast<uint32_t>(__shfl_sync(kFullMask, 4 * (LaneId() % kIq2Copies), LaneId()));
   }
 };
 

@@ -539,7 +539,7 @@ __device__ __forceinline__ void StoreRoots(const DownKernelJob& job, int first_t
 
 // kType: of the routed experts; the shared one has Q8_0.
 template <DType kType, bool kOneRow>
-__global__ void __launch_bounds__(kFastWarps* kWarpSize, kOneRow ? 2 : 1)
+__global__ void __launch_bounds__(kFastWarps* kWarpSize, 2)
     FastDownKernel(const __grid_constant__ DownKernelJob job) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
@@ -631,8 +631,10 @@ void LaunchFast(const LaunchContext& launch, DownKernelJob& k, DownKernel kernel
   k.fixed_bytes = (sum_bytes + kRingGrain - 1) / kRingGrain * kRingGrain;
   k.ring_bytes = kRingSlots * SlotBytesOf(k.shapes[0].dtype, 1);
   const int tile_sets = (k.shapes[0].row_tiles + k.tiles - 1) / k.tiles;
-  const dim3 grid(std::min(launch.num_sms, tile_sets), (k.rows + k.sum_rows - 1) / k.sum_rows);
-  Launch(launch, grid, dim3(warps * kWarpSize), k.fixed_bytes + warps * k.ring_bytes, kernel, k);
+  const int shared = k.fixed_bytes + warps * k.ring_bytes;
+  const int blocks = launch.num_sms * (shared <= kHalfSharedBytes ? 2 : 1);
+  const dim3 grid(std::min(blocks, tile_sets), (k.rows + k.sum_rows - 1) / k.sum_rows);
+  Launch(launch, grid, dim3(warps * kWarpSize), shared, kernel, k);
 }
 
 void CheckDown(const ExpertsDown& job, int used, int rows) {

@@ -31,7 +31,9 @@ inline constexpr int kHalfCodes = 2048;  // bytes of codes in half a chunk of Q8
 inline constexpr int kHalfScales = 128;
 
 constexpr int MaxOf(int a, int b) { return a > b ? a : b; }
-inline constexpr int kRingSlots = 4;
+inline constexpr int kRingSlots = 3;
+// What a block may take so that two live on one SM: latencies of one hide behind the other.
+inline constexpr int kHalfSharedBytes = 113 << 10;
 // The same for device code, which may not call host functions.
 template <DType kType>
 inline constexpr int kStages = StagesOfSlice(kType);

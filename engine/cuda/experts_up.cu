@@ -504,7 +504,7 @@ __device__ __forceinline__ void MultiplyGroup(const UpKernelJob& job, const UpCu
 
 // kType: of the routed experts; the shared one has Q8_0. kOneRow: x has one row only.
 template <DType kType, bool kOneRow>
-__global__ void __launch_bounds__(kFastThreads, kOneRow ? 2 : 1)
+__global__ void __launch_bounds__(kFastThreads, 2)
     FastUpKernel(const __grid_constant__ UpKernelJob job) {
   DS4_DYNAMIC_SHARED(memory);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -617,9 +617,11 @@ void PlanFast(UpKernelJob& k, bool one_row) {
   k.table_bytes = type == DType::kIQ2_XXS ? kIq2TableBytes : 0;
   k.ring_bytes = kRingSlots * SlotBytesOf(type, kSliceBlocks);
   const int buffer = 2 * k.num_slices * (one_row ? kPartialStride : kPartialFloats) * 4;
-  for (k.partials = 2; k.partials >= 1; --k.partials) {
-    k.fixed_bytes = k.table_bytes + k.partials * buffer + kSliceWarps * kGroupPairs * 4;
-    if (k.fixed_bytes + kSliceWarps * k.ring_bytes <= kMaxSharedBytes) return;
+  for (const int limit : {kHalfSharedBytes, kMaxSharedBytes}) {
+    for (k.partials = 2; k.partials >= 1; --k.partials) {
+      k.fixed_bytes = k.table_bytes + k.partials * buffer + kSliceWarps * kGroupPairs * 4;
+      if (k.fixed_bytes + kSliceWarps * k.ring_bytes <= limit) return;
+    }
   }
   CHECK(false) << "rows of " << k.num_slices << " slices have no room in shared memory";
 }
@@ -703,8 +705,9 @@ void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Ro
   const bool one_row = job.x.rows == 1;
   if (UpKernel fast = ChooseFast(k, one_row)) {
     PlanFast(k, one_row);
-    Launch(launch, dim3(launch.num_sms), dim3(kFastThreads),
-           k.fixed_bytes + kSliceWarps * k.ring_bytes, fast, k);
+    const int shared = k.fixed_bytes + kSliceWarps * k.ring_bytes;
+    const int blocks = launch.num_sms * (shared <= kHalfSharedBytes ? 2 : 1);
+    Launch(launch, dim3(blocks), dim3(kFastThreads), shared, fast, k);
     return;
   }
   PlanShared(k);

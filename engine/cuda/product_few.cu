@@ -20,7 +20,7 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kMaxXRows = 32;
-constexpr int kMaxBlocks = 192;
+constexpr int kMaxBlocks = 288;
 constexpr int kMaxSegments = 128;  // slices of a row tile, over all lanes
 
 constexpr int kStages = 3;
@@ -705,8 +705,11 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
   if (units > UINT16_MAX) return false;
   // A second buffer beside one that is larger than usual would take more than half of an SM.
   params.num_buffers = params.round_floats <= kRoundFloats ? 2 : 1;
-  const int blocks =
-      static_cast<int>(std::min<int64_t>(units, std::clamp(launch.num_sms, 1, kMaxBlocks)));
+  // Two blocks live on an SM where the kernel is made for it (see its launch bounds): the second
+  // hides the first one's latencies, and a block that ends makes room for the next kernel's.
+  const bool half = params.x_rows <= 8 || (params.x_rows <= 16 && !floats);
+  const int blocks = static_cast<int>(std::min<int64_t>(
+      units, std::clamp((half ? 2 : 1) * launch.num_sms, 1, kMaxBlocks)));
   CutRanges(params, blocks);
 
   const dim3 grid(static_cast<unsigned>(blocks));
