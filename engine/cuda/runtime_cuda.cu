@@ -1,4 +1,5 @@
 // runtime.h and the launch internals of simt.h on the CUDA runtime. Host code only.
+#include <cstdlib>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -138,7 +139,20 @@ std::string FreeMemoryText() {
 
 }  // namespace
 
+namespace {
+
+// By default the driver loads a kernel when it is first launched, and waits for the kernels that run
+// on every device of the process to do so: a rank whose kernel waits for another rank of this process
+// would wait for ever. Must come before the first call of CUDA.
+void LoadModulesAtOnce() {
+  static std::once_flag once;
+  std::call_once(once, [] { setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0); });
+}
+
+}  // namespace
+
 Result<std::vector<DeviceInfo>> ListDevices() {
+  LoadModulesAtOnce();
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error == cudaErrorInsufficientDriver) {
@@ -167,6 +181,7 @@ Result<std::vector<DeviceInfo>> ListDevices() {
 }
 
 Status UseDevice(int index) {
+  LoadModulesAtOnce();
   RETURN_IF_ERROR(ToStatus(cudaSetDevice(index), "cudaSetDevice " + std::to_string(index)));
   thread_device = index;
   return OkStatus();
