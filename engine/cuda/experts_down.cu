@@ -539,7 +539,7 @@ __device__ __forceinline__ void StoreRoots(const DownKernelJob& job, int first_t
 
 // kType: of the routed experts; the shared one has Q8_0.
 template <DType kType, bool kOneRow>
-__global__ void __launch_bounds__(kFastWarps* kWarpSize, 2)
+__global__ void __launch_bounds__(kFastWarps* kWarpSize, kBlocksAnSm<kOneRow>)
     FastDownKernel(const __grid_constant__ DownKernelJob job) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
@@ -560,7 +560,7 @@ __global__ void __launch_bounds__(kFastWarps* kWarpSize, 2)
   const int buffer = static_cast<int>(blockDim.x) / kWarpSize * job.sum_rows * kStride;
 
   int tile = static_cast<int>(blockIdx.x) * job.tiles;
-  ExpertRing<kType, 1, FastSource> ring = {
+  ExpertRing<kType, 1, kRingSlots<kOneRow>, FastSource> ring = {
       memory + job.fixed_bytes + warp * job.ring_bytes,
       FastSource{job, lane, shared_units, shared_units + num_groups, tile + own_tile}};
   ring.Begin();
@@ -629,10 +629,10 @@ void LaunchFast(const LaunchContext& launch, DownKernelJob& k, DownKernel kernel
   const int row_floats = one_row ? 2 * kTileRows : kSumStride;
   const int sum_bytes = warps * k.sum_rows * row_floats * 4;
   k.fixed_bytes = (sum_bytes + kRingGrain - 1) / kRingGrain * kRingGrain;
-  k.ring_bytes = kRingSlots * SlotBytesOf(k.shapes[0].dtype, 1);
+  k.ring_bytes = RingSlots(one_row) * SlotBytesOf(k.shapes[0].dtype, 1);
   const int tile_sets = (k.shapes[0].row_tiles + k.tiles - 1) / k.tiles;
   const int shared = k.fixed_bytes + warps * k.ring_bytes;
-  const int blocks = launch.num_sms * (shared <= kHalfSharedBytes ? 2 : 1);
+  const int blocks = launch.num_sms * BlocksAnSm(one_row, shared);
   const dim3 grid(std::min(blocks, tile_sets), (k.rows + k.sum_rows - 1) / k.sum_rows);
   Launch(launch, grid, dim3(warps * kWarpSize), shared, kernel, k);
 }

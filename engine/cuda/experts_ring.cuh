@@ -31,9 +31,17 @@ inline constexpr int kHalfCodes = 2048;  // bytes of codes in half a chunk of Q8
 inline constexpr int kHalfScales = 128;
 
 constexpr int MaxOf(int a, int b) { return a > b ? a : b; }
-inline constexpr int kRingSlots = 3;
-// What a block may take so that two live on one SM: latencies of one hide behind the other.
+// One row of x: two blocks live on an SM, and latencies of one hide behind the other. Groups keep
+// so much of x in registers that an SM has room for one block only; its rings are longer.
 inline constexpr int kHalfSharedBytes = 113 << 10;
+template <bool kOneRow>
+inline constexpr int kBlocksAnSm = kOneRow ? 2 : 1;
+template <bool kOneRow>
+inline constexpr int kRingSlots = kOneRow ? 3 : 4;
+inline int BlocksAnSm(bool one_row, int shared_bytes) {
+  return one_row && shared_bytes <= kHalfSharedBytes ? kBlocksAnSm<true> : 1;
+}
+inline int RingSlots(bool one_row) { return one_row ? kRingSlots<true> : kRingSlots<false>; }
 // The same for device code, which may not call host functions.
 template <DType kType>
 inline constexpr int kStages = StagesOfSlice(kType);
@@ -57,10 +65,10 @@ struct SlicePart {
 
 // A warp's stages in the order of `source`: routed experts' weights are of kType, the shared
 // expert's of Q8_0. Source: `bool Next(SlicePart& part)`, false while there is none.
-template <DType kType, int kColumns, class Source>
+template <DType kType, int kColumns, int kSlots, class Source>
 struct ExpertRing {
   static constexpr int kSlot = kSlotBytes<kType, kColumns>;
-  std::byte* ring;  // kRingSlots * kSlot bytes, private to the warp
+  std::byte* ring;  // kSlots * kSlot bytes, private to the warp
   Source source;
   SlicePart part = {};
   int left = 0;   // stages of the part
@@ -69,22 +77,22 @@ struct ExpertRing {
 
   // Asks for the first stages as far as the source knows them; may be called again.
   __device__ __forceinline__ void Begin() {
-    while (begun < kRingSlots && Put(begun)) ++begun;
+    while (begun < kSlots && Put(begun)) ++begun;
   }
   // Once, after the last Begin: an empty slot counts as a copy.
   __device__ __forceinline__ void EndBegin() {
-    for (; begun < kRingSlots; ++begun) CopyAsyncCommit();
+    for (; begun < kSlots; ++begun) CopyAsyncCommit();
   }
   // The oldest stage; the warp may write there.
   __device__ __forceinline__ std::byte* Wait() {
-    CopyAsyncWait<kRingSlots - 1>();
+    CopyAsyncWait<kSlots - 1>();
     __syncwarp();
     return ring + slot * kSlot;
   }
   __device__ __forceinline__ void Release() {
     __syncwarp();
     if (!Put(slot)) CopyAsyncCommit();
-    slot = (slot + 1) % kRingSlots;
+    slot = (slot + 1) % kSlots;
   }
 
  private:

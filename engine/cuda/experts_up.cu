@@ -504,7 +504,7 @@ __device__ __forceinline__ void MultiplyGroup(const UpKernelJob& job, const UpCu
 
 // kType: of the routed experts; the shared one has Q8_0. kOneRow: x has one row only.
 template <DType kType, bool kOneRow>
-__global__ void __launch_bounds__(kFastThreads, 2)
+__global__ void __launch_bounds__(kFastThreads, kBlocksAnSm<kOneRow>)
     FastUpKernel(const __grid_constant__ UpKernelJob job) {
   DS4_DYNAMIC_SHARED(memory);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -519,7 +519,7 @@ __global__ void __launch_bounds__(kFastThreads, 2)
   const int num_shared = SharedItemsOf(job, block);
   UpCursor next(job, num_shared);
   FirstGroups groups;
-  ExpertRing<kType, kSliceBlocks, FastSource> ring = {
+  ExpertRing<kType, kSliceBlocks, kRingSlots<kOneRow>, FastSource> ring = {
       memory + job.fixed_bytes + warp * job.ring_bytes, FastSource{job}};
   if (num_shared > 0) {
     next.Next(0, groups);
@@ -615,9 +615,9 @@ UpKernel ChooseFast(const UpKernelJob& k, bool one_row) {
 void PlanFast(UpKernelJob& k, bool one_row) {
   const DType type = k.shapes[0][0].dtype;
   k.table_bytes = type == DType::kIQ2_XXS ? kIq2TableBytes : 0;
-  k.ring_bytes = kRingSlots * SlotBytesOf(type, kSliceBlocks);
+  k.ring_bytes = RingSlots(one_row) * SlotBytesOf(type, kSliceBlocks);
   const int buffer = 2 * k.num_slices * (one_row ? kPartialStride : kPartialFloats) * 4;
-  for (const int limit : {kHalfSharedBytes, kMaxSharedBytes}) {
+  for (const int limit : {one_row ? kHalfSharedBytes : kMaxSharedBytes, kMaxSharedBytes}) {
     for (k.partials = 2; k.partials >= 1; --k.partials) {
       k.fixed_bytes = k.table_bytes + k.partials * buffer + kSliceWarps * kGroupPairs * 4;
       if (k.fixed_bytes + kSliceWarps * k.ring_bytes <= limit) return;
@@ -706,7 +706,7 @@ void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Ro
   if (UpKernel fast = ChooseFast(k, one_row)) {
     PlanFast(k, one_row);
     const int shared = k.fixed_bytes + kSliceWarps * k.ring_bytes;
-    const int blocks = launch.num_sms * (shared <= kHalfSharedBytes ? 2 : 1);
+    const int blocks = launch.num_sms * BlocksAnSm(one_row, shared);
     Launch(launch, dim3(blocks), dim3(kFastThreads), shared, fast, k);
     return;
   }
