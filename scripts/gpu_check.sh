@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Checks the CUDA engine on a machine with an NVIDIA GPU, with binaries that were built anywhere: it
-# needs only the driver (and compute-sanitizer, with --sanitizer). Prints a table last; fails when one
-# of its checks does.
+# needs only the driver (and compute-sanitizer, with --sanitizer). Prints a table of its checks, then
+# of speeds when ds4-bench is there; fails when a check does.
 #
-#   scripts/gpu_check.sh [--bin DIR] [--quick] [--filter TESTS] [--sanitizer]
+#   scripts/gpu_check.sh [--bin DIR] [--quick] [--filter TESTS] [--sanitizer] [--no-bench]
 #
-#   --bin DIR       where cuda_gpu_test is (build/release/bin)
+#   --bin DIR       where cuda_gpu_test is, and what there is of ds4-bench, product_bench and
+#                   device_group_bench (build/release/bin)
 #   --quick         only the device helpers and the runtime: seconds
 #   --filter TESTS  only these, as in --gtest_filter; for the sanitizer too
 #   --sanitizer     the same tests again under compute-sanitizer: memcheck, racecheck, synccheck
+#   --no-bench      no speeds; --quick and --sanitizer leave them out too
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export DS4_SOURCE_DIR=${DS4_SOURCE_DIR:-$root}  # test data, wherever the binaries were built
@@ -17,6 +19,7 @@ basics='SimtTest.*:MmaFloatTest.*:RuntimeTest.*'
 filter='*'
 quick=0
 sanitizer=0
+bench=1
 limit_s=600  # of one check
 
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -25,9 +28,10 @@ while (( $# > 0 )); do
   case $1 in
     --bin) bin=${2:?--bin needs a folder}; shift ;;
     --filter) filter=${2:?--filter needs a pattern}; shift ;;
-    --quick) quick=1 ;;
-    --sanitizer) sanitizer=1 ;;
-    *) die "unknown option $1: --bin DIR, --quick, --filter TESTS, --sanitizer" ;;
+    --quick) quick=1 bench=0 ;;
+    --sanitizer) sanitizer=1 bench=0 ;;
+    --no-bench) bench=0 ;;
+    *) die "unknown option $1: --bin DIR, --quick, --filter TESTS, --sanitizer, --no-bench" ;;
   esac
   shift
 done
@@ -79,6 +83,30 @@ if check 'helpers and runtime' "$test_binary" --gtest_brief=1 --gtest_filter="$b
   fi
 fi
 
+# bench NAME COMMAND...: as check; only when the program is in the folder. Keeps ds4-bench's tables.
+speeds=$(mktemp)
+trap 'rm -f "$speeds"' EXIT
+bench() {
+  [[ -x $2 ]] || return 0
+  if [[ $2 == */ds4-bench ]]; then
+    check "$@" > >(tee -a "$speeds")
+    wait $!
+  else
+    check "$@"
+  fi
+}
+if (( bench && ! failed )); then
+  IFS=', ' read -r free_mib num_gpus < <(nvidia-smi --query-gpu=memory.free,count --format=csv,noheader,nounits)
+  model=(--synthetic tiny --quant q8)
+  # Flash's 64 sessions with two-bit experts need about 95 GB.
+  if (( free_mib >= 95368 )); then model=(--synthetic flash --quant q2); fi
+  bench 'dense products' "$bin/product_bench"
+  if (( num_gpus > 1 )); then bench 'gathers' "$bin/device_group_bench"; fi
+  bench 'decode' "$bin/ds4-bench" decode --backend cuda "${model[@]}" --contexts 2048 --batches 1,16,64
+  bench 'prefill' "$bin/ds4-bench" prefill --backend cuda "${model[@]}" --prompts 4096
+fi
+
 printf '\n%-24s %-20s %8s\n' check result seconds
 printf '%s\n' "${table[@]}"
+grep -v '^[=+]' "$speeds"
 exit "$failed"
