@@ -390,17 +390,16 @@ __device__ __forceinline__ float2 SumRow(const DownKernelJob& job, Ring& ring, i
   float sum[1][2] = {};
 #pragma unroll 1
   for (int unit = 0; unit <= num_groups; ++unit) {
-    RowsX<1> x = {};
-    next.SpreadTo(x);
+    const OwnRows<1, 2> x = next;
     if (unit < num_groups) {
       next.Load(job.hidden, {__shfl_sync(kFullMask, first, unit)}, block, 1);
     }
     if (unit == 0) {
-      DotPart<DType::kQ8_0>(ring, x, 1, tables, sum);
+      DotOwn<DType::kQ8_0>(ring, x, tables, sum);
       continue;
     }
     float product[1][2];
-    DotPart<kType>(ring, x, 1, tables, product);
+    DotOwn<kType>(ring, x, tables, product);
     // A table of ids may name an expert twice.
     const int times = __shfl_sync(kFullMask, size, unit - 1);
     for (int i = 0; i < times; ++i) {
@@ -498,10 +497,8 @@ __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, 
     }
     const int row = pair / job.used - first_row;
     if (count <= 2) {
-      RowsX<2> two = {};
-      pair_x.SpreadTo(two);
       float product[2][2];
-      DotPart<kType>(ring, two, 1, tables, product);
+      DotOwn<kType>(ring, pair_x, tables, product);
       AddPair(product, __shfl_sync(kFullMask, row, 0),
               count == 1 ? -1 : __shfl_sync(kFullMask, row, 1), num_rows, sums);
       continue;
