@@ -189,6 +189,7 @@ Status CudaEngine::CloseSession(uint64_t session_id) {
 }
 
 Result<uint64_t> CudaEngine::StateHash(uint64_t session_id) {
+  RETURN_IF_ERROR(UseDevice(options_.device));
   const auto it = sessions_.find(session_id);
   if (it == sessions_.end()) return SessionNotOpenError(session_id);
   XXH3_state_t state;
@@ -532,29 +533,6 @@ Result<StepResult> CudaEngine::Run(const StepPlan& plan, const TokenCallback& on
   result.seconds = SecondsSince(start);
   result.comm_seconds = comm_->wait_seconds() - comm_start;
   return result;
-}
-
-Result<std::vector<KernelTime>> CudaEngine::ProfileDecode(
-    const std::vector<uint64_t>& session_ids) {
-  RETURN_IF_ERROR(UseDevice(options_.device));
-  std::vector<Row> rows;
-  for (uint64_t id : session_ids) {
-    const auto it = sessions_.find(id);
-    if (it == sessions_.end()) return SessionNotOpenError(id);
-    rows.push_back({0, static_cast<int32_t>(it->second.position.n()), it->second.slot});
-  }
-  std::vector<KernelTime> times;
-  RETURN_IF_ERROR(Forward(rows, false));
-  transformer_->set_profile(&times);
-  Status status = Forward(rows, false);
-  if (status.ok()) {
-    std::vector<int32_t> all(rows.size());
-    for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int32_t>(i);
-    status = FetchLogits(all, static_cast<int>(rows.size()));
-  }
-  transformer_->set_profile(nullptr);
-  RETURN_IF_ERROR(status);
-  return times;
 }
 
 void RegisterCudaBackend() { RegisterBackend(Backend::kCuda, &CudaEngine::Load); }

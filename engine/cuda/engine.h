@@ -32,10 +32,6 @@ class CudaEngine : public Engine {
   Result<uint64_t> StateHash(uint64_t session_id) override;
   const EngineStats& stats() const override { return stats_; }
 
-  // Times every kind of launch in one pass of decode over `rows` rows (one session each, opened by
-  // the caller and standing at the same position).
-  Result<std::vector<KernelTime>> ProfileDecode(const std::vector<uint64_t>& session_ids);
-
  private:
   struct Session {
     int slot = 0;

@@ -23,7 +23,6 @@ int64_t MaxVisible(const LayerConfig& layer, int64_t max_pos) {
   return layer.compress_ratio == 0 ? 0 : (max_pos + 1) / layer.compress_ratio;
 }
 
-double Bytes(const PackedMatrix& w) { return static_cast<double>(w.count * w.matrix_bytes()); }
 
 }  // namespace
 
@@ -261,8 +260,6 @@ Result<std::unique_ptr<DeviceTransformer>> DeviceTransformer::Create(
   RETURN_IF_ERROR(stream->CopyToDevice(made->plain_frequencies_, plain.data(), bytes(plain)));
   RETURN_IF_ERROR(stream->CopyToDevice(made->yarn_frequencies_, yarn.data(), bytes(yarn)));
   RETURN_IF_ERROR(stream->CopyToDevice(made->vocab_lanes_, vocab.data(), bytes(vocab)));
-  ASSIGN_OR_RETURN(made->profile_from_, Event::Create());
-  ASSIGN_OR_RETURN(made->profile_to_, Event::Create());
   RETURN_IF_ERROR(stream->Synchronize());
   return made;
 }
@@ -279,8 +276,7 @@ ActivationView DeviceTransformer::View(const ActivationView& view, const Pass& p
   return WithForms(view, rows, pass.many ? kFormBF16 : forms);
 }
 
-void DeviceTransformer::Products(const Pass& pass, const std::vector<Product>& products,
-                                 const char*) {
+void DeviceTransformer::Products(const Pass& pass, const std::vector<Product>& products) {
   std::vector<GemmJob> gemms;
   std::vector<ProductJob> jobs;
   for (const Product& p : products) {
@@ -304,24 +300,6 @@ void DeviceTransformer::Products(const Pass& pass, const std::vector<Product>& p
   }
 }
 
-Status DeviceTransformer::Mark(const char* name, double weight_bytes) {
-  if (profile_ == nullptr) return LaunchStatus();
-  RETURN_IF_ERROR(LaunchStatus());
-  RETURN_IF_ERROR(profile_to_.Record(*launch_.stream));
-  RETURN_IF_ERROR(profile_to_.Wait(std::chrono::minutes(1)));
-  ASSIGN_OR_RETURN(const float ms, profile_to_.MillisecondsSince(profile_from_));
-  auto it = std::find_if(profile_->begin(), profile_->end(),
-                         [&](const KernelTime& k) { return k.name == name; });
-  if (it == profile_->end()) {
-    profile_->push_back({name, 0, 0, 0});
-    it = profile_->end() - 1;
-  }
-  it->milliseconds += ms;
-  it->weight_bytes += weight_bytes;
-  ++it->launches;
-  return profile_from_.Record(*launch_.stream);
-}
-
 Status DeviceTransformer::EndSite(const Pass& pass, const HcMix& mix, const PlainMatrix& next_fn) {
   const int64_t count = int64_t{pass.rows} * config_.hidden_dim;
   // A pass of many rows has added its lanes already: one vector for each rank.
@@ -329,7 +307,6 @@ Status DeviceTransformer::EndSite(const Pass& pass, const HcMix& mix, const Plai
     const int64_t vectors = pass.many ? 1 : num_roots_;
     RETURN_IF_ERROR(group_->AllGather(launch_, roots_,
                                       vectors * count * static_cast<int64_t>(sizeof(float))));
-    RETURN_IF_ERROR(Mark("exchange", 0));
   }
   RootSet set;
   set.num_lanes = config_.num_lanes;
@@ -358,7 +335,7 @@ Status DeviceTransformer::EndSite(const Pass& pass, const HcMix& mix, const Plai
     while (set.num_lanes < set.count) set.num_lanes *= 2;
   }
   LaunchHcPost(launch_, hc(), pass.rows, set, mix, next_fn, streams_, partial_);
-  return Mark("hc_post", 0);
+  return LaunchStatus();
 }
 
 Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace* trace) {
@@ -379,24 +356,19 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
   }
   LaunchHcPre(launch_, hc(), rows, streams_, partial_, block.attn_hc, w.norm, mix,
               WithForms(x_, rows, forms));
-  RETURN_IF_ERROR(Mark("hc_pre", 0));
 
   std::vector<Product> products = {{w.q_a, &x_, 0, q_low_, nullptr, 0, 0},
                                    {w.kv, &x_, 0, kv_, nullptr, 0, 0}};
-  double bytes = Bytes(w.q_a) + Bytes(w.kv);
   if (compressed) {
     products.push_back({w.compressor.kv, &x_, 0, comp_kv_, nullptr, 0, 0});
     products.push_back({w.compressor.gate, &x_, 0, comp_gate_, nullptr, 0, 0});
-    bytes += Bytes(w.compressor.kv) + Bytes(w.compressor.gate);
   }
   if (csa) {
     products.push_back({w.index_compressor.kv, &x_, 0, index_kv_, nullptr, 0, 0});
     products.push_back({w.index_compressor.gate, &x_, 0, index_gate_, nullptr, 0, 0});
     products.push_back({w.index_proj, &x_, 0, index_weights_, nullptr, 0, 0});
-    bytes += Bytes(w.index_compressor.kv) + Bytes(w.index_compressor.gate) + Bytes(w.index_proj);
   }
-  Products(pass, products, "projections");
-  RETURN_IF_ERROR(Mark("q_a, kv, compressors", bytes));
+  Products(pass, products);
 
   // The indexer has nothing to choose while everything visible fits.
   const int64_t visible = MaxVisible(layer, pass.max_pos);
@@ -427,15 +399,12 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
                         config_.norm_eps,
                         WithForms(qr_, rows, qr_forms)};
   LaunchNormAndStore(launch_, params, pass.step, rows, rope, store, caches_[index], norm);
-  RETURN_IF_ERROR(Mark("q_a norm, store keys", 0));
   products = {{w.q_b, &qr_, 0, q_, nullptr, 0, 0}};
   if (choose) products.push_back({w.index_q_b, &qr_, 0, index_q_, nullptr, 0, 0});
-  Products(pass, products, "q_b");
-  RETURN_IF_ERROR(Mark("q_b", Bytes(w.q_b) + (choose ? Bytes(w.index_q_b) : 0)));
+  Products(pass, products);
   if (choose) {
     LaunchIndex(launch_, params, pass.step, rows, rope, index_q_, index_weights_,
                 caches_[index].indexer, visible, index_scratch_, picks_, pick_count_);
-    RETURN_IF_ERROR(Mark("indexer", 0));
   }
 
   int attended_forms = FormFor(pass, w.o_a);
@@ -456,7 +425,6 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
   } else {
     LaunchAttention(launch_, params, pass.step, rows, rope, job, caches_[index]);
   }
-  RETURN_IF_ERROR(Mark("attention", 0));
 
   const int64_t group_cols = PaddedCols(config_.heads_per_group() * config_.head_dim);
   const int64_t groups_per_lane = plan_.groups.size() / plan_.lanes.size();
@@ -469,15 +437,13 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
     products.push_back(
         {w.o_a.At(g), &attended_, g * group_cols, nullptr, &lanes_in_, out_col, low_forms});
   }
-  Products(pass, products, "o_a");
-  RETURN_IF_ERROR(Mark("o_a", Bytes(w.o_a)));
+  Products(pass, products);
   if (pass.many) {
     LaunchLaneGemm(launch_, w.o_b, WithForms(lanes_in_, rows, kFormBF16), roots_, false);
   } else {
     LaunchLaneProduct(launch_, w.o_b, WithForms(lanes_in_, rows, low_forms),
                       static_cast<int>(plan_.lanes.begin), roots_);
   }
-  RETURN_IF_ERROR(Mark("o_b", Bytes(w.o_b)));
   if (trace != nullptr && csa) {
     Stream& stream = *launch_.stream;
     auto& picks = trace->index_picks.emplace_back(rows * config_.index_top_k);
@@ -507,9 +473,7 @@ Status DeviceTransformer::Experts(const Pass& pass, int64_t index, DeviceTrace* 
   const int up_forms = FormFor(pass, w.gate) | FormFor(pass, w.shared_gate);
   LaunchHcPre(launch_, hc(), rows, streams_, partial_, block.ffn_hc, w.norm, mix,
               WithForms(x_, rows, up_forms | FormFor(pass, w.router)));
-  RETURN_IF_ERROR(Mark("hc_pre", 0));
-  Products(pass, {{w.router, &x_, 0, router_logits_, nullptr, 0, 0}}, "router");
-  RETURN_IF_ERROR(Mark("router", Bytes(w.router)));
+  Products(pass, {{w.router, &x_, 0, router_logits_, nullptr, 0, 0}});
 
   RouterParams router = router_shape_;
   router.bias = w.bias;
@@ -517,7 +481,6 @@ Status DeviceTransformer::Experts(const Pass& pass, int64_t index, DeviceTrace* 
   const Routing routing =
       MakeRouting(routing_memory_, std::max(few_rows_, many_rows_), router_shape_);
   LaunchRoute(launch_, router, router_logits_, pass.step.token, rows, routing);
-  RETURN_IF_ERROR(Mark("route", 0));
 
   ExpertsUp up;
   up.gate = w.gate;
@@ -538,20 +501,14 @@ Status DeviceTransformer::Experts(const Pass& pass, int64_t index, DeviceTrace* 
   down.hidden = up.out;
   down.shared_hidden = up.shared_out;
   down.roots = roots_;
-  const double share = std::min(1.0, double(rows) * used / config_.num_experts);
-  const double up_bytes = (Bytes(w.gate) + Bytes(w.up)) * share + 2 * Bytes(w.shared_gate);
-  const double down_bytes = Bytes(w.down) * share + Bytes(w.shared_down);
   if (pass.many) {
     LaunchExpertsUpGemm(launch_, up, routing, used);
-    RETURN_IF_ERROR(Mark("experts up", up_bytes));
     LaunchLaneGemm(launch_, w.shared_down, up.shared_out, roots_, false);
     LaunchExpertsDownGemm(launch_, down, routing, used, rows, pair_out_, roots_);
   } else {
     LaunchExpertsUp(launch_, up, routing, used);
-    RETURN_IF_ERROR(Mark("experts up", up_bytes));
     LaunchExpertsDown(launch_, down, routing, used, rows);
   }
-  RETURN_IF_ERROR(Mark("experts down", down_bytes));
   if (trace != nullptr) {
     auto& ids = trace->expert_ids.emplace_back(rows * used);
     RETURN_IF_ERROR(
@@ -568,7 +525,6 @@ Status DeviceTransformer::Forward(const StepRows& step, int rows, int64_t max_po
     return InternalError(StrCat("a pass of ", rows, " rows, at most ", limit));
   }
   const Pass pass{step, rows, max_pos, many};
-  if (profile_ != nullptr) RETURN_IF_ERROR(profile_from_.Record(*launch_.stream));
   RopeTables rope;
   rope.count = 2;
   rope.pairs = static_cast<int>(config_.rope_dim / 2);
@@ -576,7 +532,6 @@ Status DeviceTransformer::Forward(const StepRows& step, int rows, int64_t max_po
   rope.tables[1] = {yarn_frequencies_, yarn_cos_, yarn_sin_};
   LaunchEmbed(launch_, hc(), step, rows, weights_.embedding_type, weights_.embedding,
               weights_.blocks.front().attn_hc.fn, streams_, partial_, rope);
-  RETURN_IF_ERROR(Mark("embed, rope", 0));
   for (int64_t i = 0; i < config_.num_layers; ++i) {
     RETURN_IF_ERROR(Attention(pass, i, trace));
     RETURN_IF_ERROR(Experts(pass, i, trace));
@@ -600,7 +555,7 @@ Status DeviceTransformer::Logits(const int32_t* row_index, int count, int rows) 
                in);
   const ProductJob job{weights_.head, in, 0, logits_, weights_.head.rows, {}, 0};
   LaunchProducts(launch_, {&job, 1});
-  return Mark("head", Bytes(weights_.head));
+  return LaunchStatus();
 }
 
 Status DeviceTransformer::Greedy(int count) {

@@ -43,14 +43,6 @@ struct DeviceTrace {
   std::vector<std::vector<int32_t>> index_counts;   // per layer, [rows]
 };
 
-// Device time of each kind of launch, eagerly run; for ds4-bench.
-struct KernelTime {
-  std::string name;
-  double milliseconds = 0;
-  double weight_bytes = 0;
-  int launches = 0;
-};
-
 class DeviceTransformer {
  public:
   // `config`, `plan`, `weights`, `group` and `stream` outlive it. Takes all its device memory at once.
@@ -88,9 +80,6 @@ class DeviceTransformer {
   const float* streams() const { return streams_; }
   LaunchContext& launch() { return launch_; }
 
-  // While set, every launch is timed (the pass waits after each).
-  void set_profile(std::vector<KernelTime>* profile) { profile_ = profile; }
-
   // Bytes of the session caches, for StateHash: calls `visit` with every stretch that a later step
   // at position n of `slot` can read, in one order that all ranks share.
   Status VisitState(int slot, int64_t n,
@@ -127,8 +116,7 @@ class DeviceTransformer {
     int64_t out_col;
     int out_forms;
   };
-  void Products(const Pass& pass, const std::vector<Product>& products, const char* name);
-  Status Mark(const char* name, double weight_bytes);
+  void Products(const Pass& pass, const std::vector<Product>& products);
 
   const ModelConfig& config_;
   const RankPlan& plan_;
@@ -163,8 +151,6 @@ class DeviceTransformer {
             *routing_memory_ = nullptr;
   int32_t *picks_ = nullptr, *pick_count_ = nullptr;
   int64_t head_rows_ = 0;
-  std::vector<KernelTime>* profile_ = nullptr;
-  Event profile_from_, profile_to_;
 };
 
 }  // namespace ds4::cuda
