@@ -456,31 +456,23 @@ __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, 
   const int shared_units = (num_rows + kGroupPairs - 1) / kGroupPairs;
   const int units = shared_units + num_groups;
   const int column = LaneId() % kGroupPairs;
-  BlockX<2> x[2] = {};
-  BlockX<2> next_x = {};
   OwnRows<2, 2> next_pair_x = {};
-  LoadTogether(job.shared_hidden, block, first_row, min(kGroupPairs, num_rows), next_x);
-  int count = 0, pair = 0;
-  int next_count = 0, next_pair = 0;
+  int count = 0, pair = 0, first = 0;
+  int next_count = 0, next_pair = 0, next_first = 0;
   int far_first = num_groups > 0 ? routing.group_first[0] : 0;
   int far_count = num_groups > 0 ? routing.group_size[0] : 0;
 #pragma unroll 1
   for (int unit = 0; unit < units; ++unit) {
-    x[0] = next_x;
     const OwnRows<2, 2> pair_x = next_pair_x;
     count = next_count;
     pair = next_pair;
+    first = next_first;
     const int next_group = unit + 1 - shared_units;
-    if (next_group < 0) {
-      const int begin = (unit + 1) * kGroupPairs;
-      LoadTogether(job.shared_hidden, block, first_row + begin, min(kGroupPairs, num_rows - begin),
-                   next_x);
-    } else if (next_group < num_groups) {
-      if (far_count > 2) {
-        LoadTogether(job.hidden, block, far_first, far_count, next_x);
-      } else {
+    if (next_group >= 0 && next_group < num_groups) {
+      if (far_count <= 2) {
         next_pair_x.Load(job.hidden, {far_first, far_first + far_count - 1}, block, 1);
       }
+      next_first = far_first;
       next_count = far_count;
       next_pair = routing.pairs[far_first + min(column, far_count - 1)];
       if (next_group + 1 < num_groups) {
@@ -490,7 +482,12 @@ __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, 
     }
     float total[4];
     if (unit < shared_units) {
-      DotPart<DType::kQ8_0>(ring, x, 1, tables, total);
+      const int begin = unit * kGroupPairs;
+      const auto load = [&](int, BlockX<2>& x) {
+        LoadTogether(job.shared_hidden, block, first_row + begin,
+                     min(kGroupPairs, num_rows - begin), x);
+      };
+      DotGroup<DType::kQ8_0>(ring, load, 1, tables, total);
       StoreSums(total, unit * kGroupPairs, sums);
       __syncwarp();
       continue;
@@ -503,7 +500,8 @@ __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, 
               count == 1 ? -1 : __shfl_sync(kFullMask, row, 1), num_rows, sums);
       continue;
     }
-    DotPart<kType>(ring, x, 1, tables, total);
+    const auto load = [&](int, BlockX<2>& x) { LoadTogether(job.hidden, block, first, count, x); };
+    DotGroup<kType>(ring, load, 1, tables, total);
     const bool mine = column < count && row >= 0 && row < num_rows;
     const int left = __shfl_sync(kFullMask, row, max(column - 1, 0));
     const bool twice = __ballot_sync(kFullMask, column > 0 && column < count && left == row) != 0;
@@ -536,7 +534,7 @@ __device__ __forceinline__ void StoreRoots(const DownKernelJob& job, int first_t
 
 // kType: of the routed experts; the shared one has Q8_0.
 template <DType kType, bool kOneRow>
-__global__ void __launch_bounds__(kFastWarps* kWarpSize, kBlocksAnSm<kOneRow>)
+__global__ void __launch_bounds__(kFastWarps* kWarpSize, kBlocksAnSm)
     FastDownKernel(const __grid_constant__ DownKernelJob job) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
@@ -557,7 +555,7 @@ __global__ void __launch_bounds__(kFastWarps* kWarpSize, kBlocksAnSm<kOneRow>)
   const int buffer = static_cast<int>(blockDim.x) / kWarpSize * job.sum_rows * kStride;
 
   int tile = static_cast<int>(blockIdx.x) * job.tiles;
-  ExpertRing<kType, 1, kRingSlots<kOneRow>, FastSource> ring = {
+  ExpertRing<kType, 1, kRingSlots, FastSource> ring = {
       memory + job.fixed_bytes + warp * job.ring_bytes,
       FastSource{job, lane, shared_units, shared_units + num_groups, tile + own_tile}};
   ring.Begin();
@@ -626,10 +624,10 @@ void LaunchFast(const LaunchContext& launch, DownKernelJob& k, DownKernel kernel
   const int row_floats = one_row ? 2 * kTileRows : kSumStride;
   const int sum_bytes = warps * k.sum_rows * row_floats * 4;
   k.fixed_bytes = (sum_bytes + kRingGrain - 1) / kRingGrain * kRingGrain;
-  k.ring_bytes = RingSlots(one_row) * SlotBytesOf(k.shapes[0].dtype, 1);
+  k.ring_bytes = kRingSlots * SlotBytesOf(k.shapes[0].dtype, 1);
   const int tile_sets = (k.shapes[0].row_tiles + k.tiles - 1) / k.tiles;
   const int shared = k.fixed_bytes + warps * k.ring_bytes;
-  const int blocks = launch.num_sms * BlocksAnSm(one_row, shared);
+  const int blocks = launch.num_sms * BlocksAnSm(shared);
   const dim3 grid(std::min(blocks, tile_sets), (k.rows + k.sum_rows - 1) / k.sum_rows);
   Launch(launch, grid, dim3(warps * kWarpSize), shared, kernel, k);
 }

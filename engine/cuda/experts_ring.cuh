@@ -31,17 +31,13 @@ inline constexpr int kHalfCodes = 2048;  // bytes of codes in half a chunk of Q8
 inline constexpr int kHalfScales = 128;
 
 constexpr int MaxOf(int a, int b) { return a > b ? a : b; }
-// One row of x: two blocks live on an SM, and latencies of one hide behind the other. Groups keep
-// so much of x in registers that an SM has room for one block only; its rings are longer.
+inline constexpr int kRingSlots = 3;
+// Two blocks live on an SM: latencies of one hide behind the other. What one may take for that:
+inline constexpr int kBlocksAnSm = 2;
 inline constexpr int kHalfSharedBytes = 113 << 10;
-template <bool kOneRow>
-inline constexpr int kBlocksAnSm = kOneRow ? 2 : 1;
-template <bool kOneRow>
-inline constexpr int kRingSlots = kOneRow ? 3 : 4;
-inline int BlocksAnSm(bool one_row, int shared_bytes) {
-  return one_row && shared_bytes <= kHalfSharedBytes ? kBlocksAnSm<true> : 1;
+inline int BlocksAnSm(int shared_bytes) {
+  return shared_bytes <= kHalfSharedBytes ? kBlocksAnSm : 1;
 }
-inline int RingSlots(bool one_row) { return one_row ? kRingSlots<true> : kRingSlots<false>; }
 // The same for device code, which may not call host functions.
 template <DType kType>
 inline constexpr int kStages = StagesOfSlice(kType);
@@ -457,27 +453,33 @@ __device__ __forceinline__ void AddSteps(Decoder& decoder, const BlockX<2>& x, i
   }
 }
 
-template <DType kType, class Ring>
-__device__ __forceinline__ void DotPart(Ring& ring, const BlockX<2> (&x)[2], int columns,
-                                        const LaneTables& tables, float (&total)[4]) {
+// load(i, x): x of the part's block i of 256 columns.
+template <DType kType, class Ring, class LoadX>
+__device__ __forceinline__ void DotGroup(Ring& ring, const LoadX& load, int columns,
+                                         const LaneTables& tables, float (&total)[4]) {
   float sum[4][4];
   Clear(sum);
   if constexpr (kType == DType::kQ8_0) {
+#pragma unroll 1
+    for (int block = 0; block < columns; ++block) {
+      BlockX<2> x;
+      load(block, x);
 #pragma unroll
-    for (int half = 0; half < 4; ++half) {
-      if (half / 2 >= columns) break;
-      HalfDecoder decoder(ring.Wait());
-      AddSteps<4>(decoder, x[half / 2], half % 2 * 4, sum);
-      ring.Release();
+      for (int half = 0; half < 2; ++half) {
+        HalfDecoder decoder(ring.Wait());
+        AddSteps<4>(decoder, x, half * 4, sum);
+        ring.Release();
+      }
     }
   } else {
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      if (block >= columns) break;
+#pragma unroll 1
+    for (int block = 0; block < columns; ++block) {
       constexpr bool kTwo = kStages<kType> == 1;
+      BlockX<2> x;
+      load(block, x);
       std::byte* chunk = ring.Wait() + (kTwo ? block * kChunkBytes<kType> : 0);
       ExpertDecoder<kType> decoder(chunk, tables);
-      AddSteps<8>(decoder, x[block], 0, sum);
+      AddSteps<8>(decoder, x, 0, sum);
       if (!kTwo || block + 1 == columns) ring.Release();
     }
   }

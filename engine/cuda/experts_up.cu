@@ -479,23 +479,22 @@ __device__ __forceinline__ void MultiplyRows(const UpKernelJob& job, const UpCur
 // The same for more rows, or the shared expert's.
 template <DType kType, class Ring>
 __device__ __forceinline__ void MultiplyGroup(const UpKernelJob& job, const UpCursor& item,
-                                              Ring& ring, const int* x_rows, BlockX<2> (&x)[2],
+                                              Ring& ring, const int* x_rows,
                                               const LaneTables& tables, float* partial) {
+  const GroupX rows(job.x, x_rows);
   for (int slice = OwnSlice(); slice < job.num_slices; slice += kSliceWarps) {
     const int columns = SliceBlocks(slice, job.shapes[0][0].blocks);
-    if (item.new_rows || job.num_slices > kSliceWarps) {
-      const GroupX rows(job.x, x_rows);
-      const int block = slice * (kSliceCols / 32);
-      rows.Load(block, x[0]);
-      if (columns == 2) rows.Load(block + kColumnGrain / 32, x[1]);
-    }
+    const int first = slice * (kSliceCols / 32);
+    const auto load = [&](int block, BlockX<2>& x) {
+      rows.Load(first + block * (kColumnGrain / 32), x);
+    };
 #pragma unroll 1
     for (int unit = 0; unit < 2 * kItemTiles; ++unit) {
       float total[4];
       if (item.shared) {
-        DotPart<DType::kQ8_0>(ring, x, columns, tables, total);
+        DotGroup<DType::kQ8_0>(ring, load, columns, tables, total);
       } else {
-        DotPart<kType>(ring, x, columns, tables, total);
+        DotGroup<kType>(ring, load, columns, tables, total);
       }
       StorePartial(total, unit / 2, partial + (unit % 2 * job.num_slices + slice) * kPartialFloats);
     }
@@ -504,7 +503,7 @@ __device__ __forceinline__ void MultiplyGroup(const UpKernelJob& job, const UpCu
 
 // kType: of the routed experts; the shared one has Q8_0. kOneRow: x has one row only.
 template <DType kType, bool kOneRow>
-__global__ void __launch_bounds__(kFastThreads, kBlocksAnSm<kOneRow>)
+__global__ void __launch_bounds__(kFastThreads, kBlocksAnSm)
     FastUpKernel(const __grid_constant__ UpKernelJob job) {
   DS4_DYNAMIC_SHARED(memory);
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -519,7 +518,7 @@ __global__ void __launch_bounds__(kFastThreads, kBlocksAnSm<kOneRow>)
   const int num_shared = SharedItemsOf(job, block);
   UpCursor next(job, num_shared);
   FirstGroups groups;
-  ExpertRing<kType, kSliceBlocks, kRingSlots<kOneRow>, FastSource> ring = {
+  ExpertRing<kType, kSliceBlocks, kRingSlots, FastSource> ring = {
       memory + job.fixed_bytes + warp * job.ring_bytes, FastSource{job}};
   if (num_shared > 0) {
     next.Next(0, groups);
@@ -549,8 +548,6 @@ __global__ void __launch_bounds__(kFastThreads, kBlocksAnSm<kOneRow>)
   ring.EndBegin();
 
   [[maybe_unused]] RowsX<1> row = {};
-  [[maybe_unused]] RowsX<2> pair = {};
-  [[maybe_unused]] BlockX<2> group[2] = {};
   if constexpr (kOneRow) own.SpreadTo(row);
   __syncthreads();  // the tables are there
   float weight = 0.0f;
@@ -568,10 +565,10 @@ __global__ void __launch_bounds__(kFastThreads, kBlocksAnSm<kOneRow>)
     } else {
       if (item.new_rows) LoadRows(job, item, x_rows, weight);
       if (item.shared || item.count > 2) {
-        MultiplyGroup<kType>(job, item, ring, x_rows, group, tables, sums);
+        MultiplyGroup<kType>(job, item, ring, x_rows, tables, sums);
       } else {
-        MultiplyRows<kType>(job, item, ring, {x_rows[0], x_rows[1]}, item.new_rows, pair, tables,
-                            sums);
+        RowsX<2> pair = {};
+        MultiplyRows<kType>(job, item, ring, {x_rows[0], x_rows[1]}, true, pair, tables, sums);
       }
     }
     __syncthreads();
@@ -615,9 +612,9 @@ UpKernel ChooseFast(const UpKernelJob& k, bool one_row) {
 void PlanFast(UpKernelJob& k, bool one_row) {
   const DType type = k.shapes[0][0].dtype;
   k.table_bytes = type == DType::kIQ2_XXS ? kIq2TableBytes : 0;
-  k.ring_bytes = RingSlots(one_row) * SlotBytesOf(type, kSliceBlocks);
+  k.ring_bytes = kRingSlots * SlotBytesOf(type, kSliceBlocks);
   const int buffer = 2 * k.num_slices * (one_row ? kPartialStride : kPartialFloats) * 4;
-  for (const int limit : {one_row ? kHalfSharedBytes : kMaxSharedBytes, kMaxSharedBytes}) {
+  for (const int limit : {kHalfSharedBytes, kMaxSharedBytes}) {
     for (k.partials = 2; k.partials >= 1; --k.partials) {
       k.fixed_bytes = k.table_bytes + k.partials * buffer + kSliceWarps * kGroupPairs * 4;
       if (k.fixed_bytes + kSliceWarps * k.ring_bytes <= limit) return;
@@ -706,7 +703,7 @@ void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Ro
   if (UpKernel fast = ChooseFast(k, one_row)) {
     PlanFast(k, one_row);
     const int shared = k.fixed_bytes + kSliceWarps * k.ring_bytes;
-    const int blocks = launch.num_sms * BlocksAnSm(one_row, shared);
+    const int blocks = launch.num_sms * BlocksAnSm(shared);
     Launch(launch, dim3(blocks), dim3(kFastThreads), shared, fast, k);
     return;
   }
