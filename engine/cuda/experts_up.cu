@@ -42,13 +42,15 @@ struct UpKernelJob {
   int row_blocks;  // of kItemRows
   int max_groups;
   int num_slices;
-  int shared_items;  // row_blocks * x tiles
-  int shared_cost;   // of one item each, in any unit
-  int routed_cost;
-  int partials;     // buffers of partial sums, 1 or 2
-  int table_bytes;  // of IQ2_XXS, or 0
-  int fixed_bytes;  // shared memory before the rings
-  int ring_bytes;   // of one warp
+  int shared_items;   // row_blocks * x tiles
+  float item_ratio;   // cost of a shared item in routed ones
+  float heavy_items;  // blocks with one shared item more than the others
+  float grid_inverse;
+  float light_inverse;  // of the number of other blocks
+  int partials;         // buffers of partial sums, 1 or 2
+  int table_bytes;      // of IQ2_XXS, or 0
+  int fixed_bytes;      // shared memory before the rings
+  int ring_bytes;       // of one warp
 };
 
 // The items of a block: every gridDim-th shared item, then a range of the routed ones, so that all
@@ -63,15 +65,17 @@ __device__ int SharedItemsOf(const UpKernelJob& job, int block) {
 __device__ int RoutedBegin(const UpKernelJob& job, int routed_items, int block) {
   const int grid = static_cast<int>(gridDim.x);
   if (block >= grid) return routed_items;
-  const int heavy = job.shared_items % grid;
-  const double ratio = static_cast<double>(job.shared_cost) / job.routed_cost;
-  double light_share = (routed_items + heavy * ratio) / grid;
-  double heavy_share = light_share - ratio;
-  if (heavy_share < 0) {
-    heavy_share = 0;
-    light_share = static_cast<double>(routed_items) / (grid - heavy);
+  const float routed = static_cast<float>(routed_items);
+  float light_share = fmaf(job.heavy_items, job.item_ratio, routed) * job.grid_inverse;
+  float heavy_share = light_share - job.item_ratio;
+  if (heavy_share < 0.0f) {
+    heavy_share = 0.0f;
+    light_share = routed * job.light_inverse;
   }
-  const double end = min(block, heavy) * heavy_share + max(block - heavy, 0) * light_share;
+  const int heavy = static_cast<int>(job.heavy_items);
+  // Never falls from one block to the next; what should be whole must not end just below.
+  const float end = static_cast<float>(min(block, heavy)) * heavy_share +
+                    static_cast<float>(max(block - heavy, 0)) * light_share + 0.01f;
   return min(static_cast<int>(end), routed_items);
 }
 
@@ -650,6 +654,14 @@ void PlanShared(UpKernelJob& k) {
                << stage_bytes << " bytes a warp";
 }
 
+// What RoutedBegin would have to divide by, in every thread and while all wait for it.
+void PlanShares(UpKernelJob& k, int blocks) {
+  const int heavy = k.shared_items % blocks;
+  k.heavy_items = static_cast<float>(heavy);
+  k.grid_inverse = 1.0f / static_cast<float>(blocks);
+  k.light_inverse = 1.0f / static_cast<float>(blocks - heavy);
+}
+
 void CheckUp(const ExpertsUp& job, const UpKernelJob& k) {
   for (const PackedMatrix* w : {&job.gate, &job.up, &job.shared_gate, &job.shared_up}) {
     CHECK(IsDeviceMatrixType(w->dtype) && w->rows == job.gate.rows && w->cols == job.gate.cols)
@@ -696,18 +708,22 @@ void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Ro
   k.num_slices = (k.shapes[0][0].blocks + kSliceBlocks - 1) / kSliceBlocks;
   k.max_groups = static_cast<int>(MaxGroups(job.out.rows, job.gate.count));
   k.shared_items = k.row_blocks * job.x.tiles();
-  k.shared_cost = BlockCost(job.shared_gate.dtype, true) + BlockCost(job.shared_up.dtype, true);
-  k.routed_cost = BlockCost(job.gate.dtype, false) + BlockCost(job.up.dtype, false);
+  const int shared_cost =
+      BlockCost(job.shared_gate.dtype, true) + BlockCost(job.shared_up.dtype, true);
+  const int routed_cost = BlockCost(job.gate.dtype, false) + BlockCost(job.up.dtype, false);
+  k.item_ratio = static_cast<float>(shared_cost) / static_cast<float>(routed_cost);
 
   const bool one_row = job.x.rows == 1;
   if (UpKernel fast = ChooseFast(k, one_row)) {
     PlanFast(k, one_row);
     const int shared = k.fixed_bytes + kSliceWarps * k.ring_bytes;
     const int blocks = launch.num_sms * BlocksAnSm(shared);
+    PlanShares(k, blocks);
     Launch(launch, dim3(blocks), dim3(kFastThreads), shared, fast, k);
     return;
   }
   PlanShared(k);
+  PlanShares(k, launch.num_sms);
   bool floats = false;
   for (const auto& pair : k.shapes) floats = floats || pair[0].is_float || pair[1].is_float;
   auto* kernel = floats ? ExpertsUpKernel<true> : ExpertsUpKernel<false>;
