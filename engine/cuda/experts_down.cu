@@ -344,6 +344,9 @@ __global__ void __launch_bounds__(kMaxDownWarps* kWarpSize, 1)
 // ---- The fast path.
 
 constexpr int kFastWarps = 8;
+// With one row of x a warp's part is short: most of it is asked for before the wait.
+template <bool kOneRow>
+inline constexpr int kSlots = kOneRow ? 6 : kRingSlots;
 
 // The parts of one warp: for each of its row tiles the shared expert for each 8 rows, then the
 // groups.
@@ -555,7 +558,7 @@ __global__ void __launch_bounds__(kFastWarps* kWarpSize, kBlocksAnSm)
   const int buffer = static_cast<int>(blockDim.x) / kWarpSize * job.sum_rows * kStride;
 
   int tile = static_cast<int>(blockIdx.x) * job.tiles;
-  ExpertRing<kType, 1, kRingSlots, FastSource> ring = {
+  ExpertRing<kType, 1, kSlots<kOneRow>, FastSource> ring = {
       memory + job.fixed_bytes + warp * job.ring_bytes,
       FastSource{job, lane, shared_units, shared_units + num_groups, tile + own_tile}};
   ring.Begin();
@@ -624,7 +627,7 @@ void LaunchFast(const LaunchContext& launch, DownKernelJob& k, DownKernel kernel
   const int row_floats = one_row ? 2 * kTileRows : kSumStride;
   const int sum_bytes = warps * k.sum_rows * row_floats * 4;
   k.fixed_bytes = (sum_bytes + kRingGrain - 1) / kRingGrain * kRingGrain;
-  k.ring_bytes = kRingSlots * SlotBytesOf(k.shapes[0].dtype, 1);
+  k.ring_bytes = (one_row ? kSlots<true> : kSlots<false>)*SlotBytesOf(k.shapes[0].dtype, 1);
   const int tile_sets = (k.shapes[0].row_tiles + k.tiles - 1) / k.tiles;
   const int shared = k.fixed_bytes + warps * k.ring_bytes;
   const int blocks = launch.num_sms * BlocksAnSm(shared);

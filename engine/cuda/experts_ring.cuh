@@ -88,7 +88,7 @@ struct ExpertRing {
   __device__ __forceinline__ void Release() {
     __syncwarp();
     if (!Put(slot)) CopyAsyncCommit();
-    slot = (slot + 1) % kSlots;
+    slot = slot + 1 == kSlots ? 0 : slot + 1;
   }
 
  private:
