@@ -433,20 +433,13 @@ __device__ __forceinline__ void LoadTogether(const ActivationView& x, int block,
   }
 }
 
-// Adds the products of a group of at most two rows, one after the other: they may be the same row.
-__device__ __forceinline__ void AddPair(const float (&product)[2][2], int row0, int row1,
-                                        int num_rows, float* sums) {
-  if (LaneId() % 4 == 0) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = r == 0 ? row0 : row1;
-      if (row < 0 || row >= num_rows) continue;
-      float* to = sums + row * kSumStride + LaneId() / 4;
-      to[0] += product[r][0];
-      to[8] += product[r][1];
-    }
-  }
-  __syncwarp();
+// Adds the products of one row of a group.
+__device__ __forceinline__ void AddRow(const float (&product)[2], int row, int num_rows,
+                                       float* sums) {
+  if (LaneId() % 4 != 0 || row < 0 || row >= num_rows) return;
+  float* to = sums + row * kSumStride + LaneId() / 4;
+  to[0] += product[0];
+  to[8] += product[1];
 }
 
 // One row tile for rows first_row .. of x: `sums` [rows][kSumStride] of the warp. What a unit reads
@@ -496,11 +489,20 @@ __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, 
       continue;
     }
     const int row = pair / job.used - first_row;
-    if (count <= 2) {
+    if (count == 1) {
+      float product[1][2];
+      DotOwn<kType>(ring, pair_x.First(), tables, product);
+      AddRow(product[0], __shfl_sync(kFullMask, row, 0), num_rows, sums);
+      __syncwarp();
+      continue;
+    }
+    if (count == 2) {
       float product[2][2];
       DotOwn<kType>(ring, pair_x, tables, product);
-      AddPair(product, __shfl_sync(kFullMask, row, 0),
-              count == 1 ? -1 : __shfl_sync(kFullMask, row, 1), num_rows, sums);
+      // One after the other: they may be the same row.
+      AddRow(product[0], __shfl_sync(kFullMask, row, 0), num_rows, sums);
+      AddRow(product[1], __shfl_sync(kFullMask, row, 1), num_rows, sums);
+      __syncwarp();
       continue;
     }
     const auto load = [&](int, BlockX<2>& x) { LoadTogether(job.hidden, block, first, count, x); };

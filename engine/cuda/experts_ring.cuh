@@ -242,6 +242,16 @@ struct OwnRows {
       }
     }
   }
+  // Of two that are the same row.
+  __device__ __forceinline__ OwnRows<1, kUnits> First() const {
+    OwnRows<1, kUnits> first;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      first.q[u] = q[u];
+      first.scale[u][0] = scale[u][0];
+    }
+    return first;
+  }
   __device__ __forceinline__ void SpreadTo(RowsX<kRows>& x) const {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {

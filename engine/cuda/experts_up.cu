@@ -444,13 +444,14 @@ struct FastSource {
 };
 
 // One warp's products for one item with at most kRows rows of x, given by number. x: of the warp's
-// slice, where it has no other; `load` it first.
-template <DType kType, int kRows, class Ring>
+// slice, where it has no other; `load` it first. kOneRow: of all items; only then may the item be
+// the shared expert's.
+template <DType kType, bool kOneRow, int kRows, class Ring>
 __device__ __forceinline__ void MultiplyRows(const UpKernelJob& job, const UpCursor& item,
                                              Ring& ring, const int (&rows)[kRows], bool load,
                                              RowsX<kRows>& x, const LaneTables& tables,
                                              float* partial) {
-  constexpr int kSliceFloats = kRows == 1 ? kPartialStride : kPartialFloats;
+  constexpr int kSliceFloats = kOneRow ? kPartialStride : kPartialFloats;
   const int lane = LaneId();
   for (int slice = OwnSlice(); slice < job.num_slices; slice += kSliceWarps) {
     const int columns = SliceBlocks(slice, job.shapes[0][0].blocks);
@@ -462,7 +463,7 @@ __device__ __forceinline__ void MultiplyRows(const UpKernelJob& job, const UpCur
 #pragma unroll 1
     for (int unit = 0; unit < 2 * kItemTiles; ++unit) {
       float sum[kRows][2];
-      if (kRows == 1 && item.shared) {
+      if (kOneRow && item.shared) {
         DotPart<DType::kQ8_0>(ring, x, columns, tables, sum);
       } else {
         DotPart<kType>(ring, x, columns, tables, sum);
@@ -565,14 +566,18 @@ __global__ void __launch_bounds__(kFastThreads, kBlocksAnSm)
     if constexpr (kOneRow) {
       const int place = item.first + min(LaneId(), item.count - 1);
       weight = item.shared ? 1.0f : job.routing.place_weight[place];
-      MultiplyRows<kType>(job, item, ring, {0}, false, row, tables, sums);
+      MultiplyRows<kType, true>(job, item, ring, {0}, false, row, tables, sums);
     } else {
       if (item.new_rows) LoadRows(job, item, x_rows, weight);
       if (item.shared || item.count > 2) {
         MultiplyGroup<kType>(job, item, ring, x_rows, tables, sums);
-      } else {
+      } else if (item.count == 2) {
         RowsX<2> pair = {};
-        MultiplyRows<kType>(job, item, ring, {x_rows[0], x_rows[1]}, true, pair, tables, sums);
+        MultiplyRows<kType, false>(job, item, ring, {x_rows[0], x_rows[1]}, true, pair, tables,
+                                   sums);
+      } else {
+        RowsX<1> single = {};
+        MultiplyRows<kType, false>(job, item, ring, {x_rows[0]}, true, single, tables, sums);
       }
     }
     __syncthreads();
