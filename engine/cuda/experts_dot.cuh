@@ -85,9 +85,9 @@ __device__ __forceinline__ uint32_t Iq2Nibbles(const uint4& v) {
   return (v.x >> 15 & 0x00010001u) | (v.y >> 14 & 0x00020002u) | (v.z >> 13 & 0x00040004u) |
          (v.w >> 12 & 0x00080008u);
 }
-// n + 0.5 as 2^23 + n - (2^23 - 0.5): exact.
+// (n + 0.5) / 4 as 2^21 + n / 4 - (2^21 - 1/8): exact.
 __device__ __forceinline__ float Iq2Factor(uint32_t nibble) {
-  return __uint_as_float(nibble | kTwo23Bits) - 8388607.5f;
+  return __uint_as_float(nibble | 0x4a000000u) - 2097151.875f;
 }
 
 // The interface of ChunkDecoder, for one chunk in shared memory. It leaves the scales of all steps
@@ -105,8 +105,8 @@ struct Iq2Decoder {
     unit[0] = Load16(chunk + 16 * lane);
     unit[1] = Load16(chunk + 512 + 16 * lane);
     const auto* d = reinterpret_cast<const uint16_t*>(chunk + 1024);
-    const float d0 = HalfToFloat(d[lane / 4]) * 0.25f;
-    const float d1 = HalfToFloat(d[lane / 4 + 8]) * 0.25f;
+    const float d0 = HalfToFloat(d[lane / 4]);
+    const float d1 = HalfToFloat(d[lane / 4 + 8]);
     __syncwarp();  // all codes are in registers
 #pragma unroll
     for (int u = 0; u < 2; ++u) {

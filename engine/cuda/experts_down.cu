@@ -7,9 +7,9 @@
 // stay in shared memory, which holds kDownRows rows; more rows are more blocks.
 //
 // Lanes of at most 256 columns, in the usual formats, have kernels of their own
-// (experts_ring.cuh): one block an SM, which takes one set of row tiles after the other while its
-// rings go on filling. They read the routing before they wait for the kernel ahead of them: that is
-// ExpertsUp, which lets this one start only when it has seen the routing itself.
+// (experts_ring.cuh): at most two blocks an SM, which take one set of row tiles after the other
+// while their rings go on filling. They read the routing before they wait for the kernel ahead of
+// them: that is ExpertsUp, which lets this one start only when it has seen the routing itself.
 #include <algorithm>
 
 #include "engine/base/check.h"

@@ -106,20 +106,30 @@ struct ExpertRing {
 #pragma unroll
       for (int i = 0; i < kHalfCodes; i += 512) CopyAsync16(to + i, from + i);
       const int scales = half == 0 ? 2 * kHalfCodes : kHalfCodes + kHalfScales;
-      if (LaneId() < kHalfScales / 16) CopyAsync16(to + kHalfCodes, from + scales);
+      CopyAsync16If(LaneId() < kHalfScales / 16, to + kHalfCodes, from + scales);
       part.at += half == 0 ? kHalfCodes : kHalfCodes + 2 * kHalfScales;
     } else {
       constexpr int kBytes = kStageBytes<kType>;
-      const int bytes = kStages<kType> == 1 && part.columns == 1 ? kBytes / 2 : kBytes;
-#pragma unroll
-      for (int i = 0; i < kBytes; i += 512) {
-        if (i + 16 * LaneId() < bytes) CopyAsync16(to + i, from + i);
+      if (kStages<kType> == 1 && (kColumns == 1 || part.columns == 1)) {
+        Copy<kBytes / 2>(to, from);
+      } else {
+        Copy<kBytes>(to, from);
       }
       part.at += kBytes;
     }
     CopyAsyncCommit();
     --left;
     return true;
+  }
+  // to, from: of this lane's first 16 bytes.
+  template <int kBytes>
+  __device__ __forceinline__ static void Copy(std::byte* to, const std::byte* from) {
+    constexpr int kWhole = kBytes / 512 * 512;
+#pragma unroll
+    for (int i = 0; i < kWhole; i += 512) CopyAsync16(to + i, from + i);
+    if constexpr (kWhole < kBytes) {
+      CopyAsync16If(LaneId() < (kBytes - kWhole) / 16, to + kWhole, from + kWhole);
+    }
   }
 };
 
@@ -184,8 +194,8 @@ struct RowDecoder<DType::kIQ2_XXS> {
   __device__ __forceinline__ RowDecoder(const std::byte* at, const LaneTables& own)
       : chunk(at), tables(own) {
     const auto* scales = reinterpret_cast<const uint16_t*>(at + 1024);
-    d[0] = HalfToFloat(scales[LaneId() / 4]) * 0.25f;
-    d[1] = HalfToFloat(scales[LaneId() / 4 + 8]) * 0.25f;
+    d[0] = HalfToFloat(scales[LaneId() / 4]);
+    d[1] = HalfToFloat(scales[LaneId() / 4 + 8]);
   }
   __device__ __forceinline__ void Step(int s, StepWeights& w) {
     if (s % 4 == 0) unit = Load16(chunk + 128 * s + 16 * LaneId());

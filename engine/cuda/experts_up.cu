@@ -1,10 +1,10 @@
 // LaunchExpertsUp: gate and up products of the chosen experts and the shared one, SwiGLU, and the
 // hidden rows in the forms that the down products read.
 //
-// One block an SM. A work item is 32 hidden rows (32 rows of gate, the same 32 of up) of one group
-// of at most 8 rows of x. Warp k of eight takes slices k, k + 8, ... of 512 columns. The slices'
-// sums meet in shared memory and are added in rising order. Which block takes which item changes no
-// bits.
+// One or two blocks an SM. A work item is 32 hidden rows (32 rows of gate, the same 32 of up) of
+// one group of at most 8 rows of x. Warp k of eight takes slices k, k + 8, ... of 512 columns. The
+// slices' sums meet in shared memory and are added in rising order. Which block takes which item
+// changes no bits.
 //
 // Two forms of it. Routed experts in the formats of kFastTypes beside a shared one in Q8_0 have
 // kernels of their own (experts_ring.cuh); all other combinations share one whose warps 0-7 read
@@ -443,6 +443,11 @@ struct FastSource {
   }
 };
 
+// A routed item whose warps write the sums of at most two rows.
+__device__ __forceinline__ bool IsFew(const UpCursor& item) {
+  return !item.shared && item.count <= 2;
+}
+
 // One warp's products for one item with at most kRows rows of x, given by number. x: of the warp's
 // slice, where it has no other; `load` it first. kOneRow: of all items; only then may the item be
 // the shared expert's.
@@ -562,7 +567,11 @@ __global__ void __launch_bounds__(kFastThreads, kBlocksAnSm)
       next.Next(routed_begin, groups);
       ring.source.SetNext(next);
     }
-    float* sums = partial + index % job.partials * partial_floats;
+    // Items of one or two rows leave so much of a buffer empty that they take turns within it.
+    const bool few = !kOneRow && IsFew(item);
+    const bool next_few = !kOneRow && (index + 1 >= num_items || IsFew(next));
+    float* sums = partial + index % job.partials * partial_floats +
+                  (few ? index % 2 * (2 * kPartialStride) : 0);
     if constexpr (kOneRow) {
       const int place = item.first + min(LaneId(), item.count - 1);
       weight = item.shared ? 1.0f : job.routing.place_weight[place];
@@ -584,7 +593,7 @@ __global__ void __launch_bounds__(kFastThreads, kBlocksAnSm)
     const int j = (warp + index) % kSliceWarps;
     if (j < item.count) FinishRow<kCols>(job, item, j, weight, sums);
     // With two buffers the next item's sums go to the other one.
-    if (job.partials == 1) __syncthreads();
+    if (job.partials == 1 && !(few && next_few)) __syncthreads();
   }
   ClearPadding(job, job.out);
   ClearPadding(job, job.shared_out);
