@@ -69,7 +69,10 @@ Status CudaEngine::PlanMemory(const DeviceInfo& device, bool has_f32_weights) {
   sizes.kv_type = options_.kv_f32 ? KvType::kF32 : KvType::kBF16;
   sizes.deterministic = options_.deterministic;
   ASSIGN_OR_RETURN(const std::unique_ptr<GgufFile> file, OpenEngineModel(options_));
-  ASSIGN_OR_RETURN(const int64_t weights, DeviceWeightBytes(config_, *file, own));
+  const bool experts_on_host = options_.expert_memory == ExpertMemory::kHost;
+  ASSIGN_OR_RETURN(const WeightBytes bytes,
+                   DeviceWeightBytes(config_, *file, own, experts_on_host));
+  const int64_t weights = bytes.device;
   const int64_t scratch = DeviceTransformer::ScratchBytes(config_, own, plan_.lanes, sizes, has_f32_weights);
   const int64_t caches = DeviceTransformer::CacheBytes(config_, sizes);
   const int64_t exchange =
@@ -86,7 +89,8 @@ Status CudaEngine::PlanMemory(const DeviceInfo& device, bool has_f32_weights) {
         options_.max_batch_rows, " rows ", HumanBytes(scratch), ", exchange ",
         HumanBytes(exchange), ", driver ", HumanBytes(kDriverBytes), "; ",
         HumanBytes(total + kDriverBytes - device.free_bytes),
-        " too much. Use more ranks, fewer sessions, a shorter context or a smaller batch"));
+        " too much. Use more ranks, fewer sessions, a shorter context or a smaller batch, or keep the "
+        "experts in host memory (--expert-memory host)"));
   }
   return OkStatus();
 }
@@ -102,9 +106,6 @@ Status CudaEngine::LoadModel(const LoadProgress& progress) {
   ASSIGN_OR_RETURN(const std::unique_ptr<GgufFile> file, OpenEngineModel(options_));
   ASSIGN_OR_RETURN(config_, ReadModelConfig(*file));
   RETURN_IF_ERROR(CheckEngineOptions(options_, config_));
-  if (options_.expert_memory == ExpertMemory::kHost) {
-    return UnimplementedError("experts in host memory are not there yet; use device memory");
-  }
   ASSIGN_OR_RETURN(plan_, MakeShardPlan(config_, *file, comm_->lanes()));
   const RankPlan& own = plan_.ranks[comm_->rank()];
   RETURN_IF_ERROR(PlanMemory(device, HasF32Weights(own)));
@@ -118,8 +119,10 @@ Status CudaEngine::LoadModel(const LoadProgress& progress) {
   ASSIGN_OR_RETURN(group_, DeviceGroup::Create(comm_, stream_, group));
 
   const auto start = std::chrono::steady_clock::now();
-  ASSIGN_OR_RETURN(weights_, LoadDeviceWeights(config_, *file, own, !options_.synthetic.empty(),
-                                               options_.num_threads, stream_, progress));
+  const WeightOptions weight_options{!options_.synthetic.empty(),
+                                     options_.expert_memory == ExpertMemory::kHost,
+                                     options_.num_threads};
+  ASSIGN_OR_RETURN(weights_, LoadDeviceWeights(config_, *file, own, weight_options, stream_, progress));
   TransformerOptions sizes;
   sizes.max_rows = options_.max_batch_rows;
   sizes.max_context = options_.max_context;

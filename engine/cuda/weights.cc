@@ -25,13 +25,15 @@ using Progress = std::function<bool(int64_t, int64_t)>;
 // Where tensors go: without memory it only adds up bytes.
 class Loader {
  public:
-  Loader(const ModelConfig& config, const GgufFile& file, const RankPlan& plan)
-      : config_(config), file_(file), plan_(plan) {
+  Loader(const ModelConfig& config, const GgufFile& file, const RankPlan& plan,
+         bool experts_on_host)
+      : config_(config), file_(file), plan_(plan), experts_on_host_(experts_on_host) {
     for (const TensorSlice& slice : plan.slices) slices_[slice.spec.name] = &slice;
   }
 
   Status Measure() { return Walk(); }
   int64_t bytes() const { return used_; }
+  int64_t host_bytes() const { return host_used_; }
   Status Fill(bool synthetic, int num_threads, Stream& stream, const Progress& progress);
   DeviceWeights Take() { return std::move(weights_); }
 
@@ -56,6 +58,13 @@ class Loader {
   std::byte* Reserve(int64_t bytes) {
     std::byte* at = filling_ ? weights_.memory.data() + used_ : nullptr;
     used_ += Aligned(bytes);
+    return at;
+  }
+  // For a stack of matrices, one for each expert or one in all.
+  std::byte* ReserveMatrices(const Source& source, int64_t bytes) {
+    if (!experts_on_host_ || source.experts == 1) return Reserve(bytes);
+    std::byte* at = filling_ ? weights_.expert_memory.data() + host_used_ : nullptr;
+    host_used_ += Aligned(bytes);
     return at;
   }
   // A float vector or small table in float32; the rank's elements when it is split. `random`: mean
@@ -84,7 +93,9 @@ class Loader {
   const RankPlan& plan_;
   std::map<std::string, const TensorSlice*> slices_;
   DeviceWeights weights_;
+  bool experts_on_host_ = false;
   int64_t used_ = 0;
+  int64_t host_used_ = 0;
   bool filling_ = false;
 
   bool synthetic_ = false;
@@ -288,7 +299,7 @@ Status Loader::Rows(const std::string& name, PackedMatrix& out, int64_t parts) {
   const TensorSlice& slice = *source.slice;
   const Range range = slice.spec.split == Split::kRows ? slice.range : Range{0, source.rows};
   out = {slice.dtype, source.experts * parts, range.size() / parts, source.columns, nullptr};
-  out.data = Reserve(out.count * out.matrix_bytes());
+  out.data = ReserveMatrices(source, out.count * out.matrix_bytes());
   if (!filling_) return OkStatus();
   if (synthetic_) {
     LaunchFillRandom({stream_, 1, false}, out, seed_++);
@@ -312,7 +323,7 @@ Status Loader::LaneColumns(const std::string& name, PackedMatrix& out) {
   const int64_t lane_columns = source.columns / config_.num_lanes;
   const int64_t lane_bytes = BytesFor(slice.dtype, lane_columns);
   out = {slice.dtype, source.experts * lanes, source.rows, lane_columns, nullptr};
-  out.data = Reserve(out.count * out.matrix_bytes());
+  out.data = ReserveMatrices(source, out.count * out.matrix_bytes());
   if (!filling_) return OkStatus();
   if (synthetic_) {
     LaunchFillRandom({stream_, 1, false}, out, seed_++);
@@ -394,6 +405,7 @@ Status Loader::Block(const std::string& prefix, const LayerConfig& layer, Device
 
 Status Loader::Walk() {
   used_ = 0;
+  host_used_ = 0;
   RETURN_IF_ERROR(Plain("token_embd.weight", weights_.embedding_type, weights_.embedding));
   const DType type = weights_.embedding_type;
   if (type != DType::kF32 && type != DType::kF16 && type != DType::kBF16 && type != DType::kQ8_0) {
@@ -412,6 +424,9 @@ Status Loader::Walk() {
 Status Loader::Fill(bool synthetic, int num_threads, Stream& stream, const Progress& progress) {
   RETURN_IF_ERROR(Measure());
   ASSIGN_OR_RETURN(weights_.memory, DeviceBuffer::Allocate(used_));
+  if (host_used_ > 0) {
+    ASSIGN_OR_RETURN(weights_.expert_memory, PinnedBuffer::Allocate(host_used_));
+  }
   synthetic_ = synthetic;
   progress_ = &progress;
   stream_ = &stream;
@@ -430,18 +445,18 @@ Status Loader::Fill(bool synthetic, int num_threads, Stream& stream, const Progr
 
 }  // namespace
 
-Result<int64_t> DeviceWeightBytes(const ModelConfig& config, const GgufFile& file,
-                                  const RankPlan& plan) {
-  Loader loader(config, file, plan);
+Result<WeightBytes> DeviceWeightBytes(const ModelConfig& config, const GgufFile& file,
+                                      const RankPlan& plan, bool experts_on_host) {
+  Loader loader(config, file, plan, experts_on_host);
   RETURN_IF_ERROR(loader.Measure());
-  return loader.bytes() + kStagingBuffers * kStagingBytes;
+  return WeightBytes{loader.bytes() + kStagingBuffers * kStagingBytes, loader.host_bytes()};
 }
 
 Result<DeviceWeights> LoadDeviceWeights(const ModelConfig& config, const GgufFile& file,
-                                        const RankPlan& plan, bool synthetic, int num_threads,
+                                        const RankPlan& plan, const WeightOptions& options,
                                         Stream& stream, const Progress& progress) {
-  Loader loader(config, file, plan);
-  RETURN_IF_ERROR(loader.Fill(synthetic, num_threads, stream, progress));
+  Loader loader(config, file, plan, options.experts_on_host);
+  RETURN_IF_ERROR(loader.Fill(options.synthetic, options.num_threads, stream, progress));
   return loader.Take();
 }
 

@@ -69,17 +69,27 @@ struct DeviceWeights {
   PackedMatrix head;  // [local_vocab, D]
 
   DeviceBuffer memory;
+  PinnedBuffer expert_memory;  // routed experts, when they live in host memory
   int64_t source_bytes = 0;  // read from the file
 };
 
-// Bytes of device memory that LoadDeviceWeights takes (arena plus staging).
-// kUnimplemented names the first tensor whose type has no device kernels.
-Result<int64_t> DeviceWeightBytes(const ModelConfig& config, const GgufFile& file,
-                                  const RankPlan& plan);
+struct WeightBytes {
+  int64_t device = 0;  // arena and staging
+  int64_t host = 0;    // pinned: routed experts, when they live there
+};
+// What LoadDeviceWeights takes. kUnimplemented names the first tensor whose type has no device
+// kernels.
+Result<WeightBytes> DeviceWeightBytes(const ModelConfig& config, const GgufFile& file,
+                                      const RankPlan& plan, bool experts_on_host);
 
-// `synthetic`: the file has no data; values are drawn on the device. Progress as Engine::Load.
+struct WeightOptions {
+  bool synthetic = false;        // the file has no data; values are drawn on the device
+  bool experts_on_host = false;  // routed experts in pinned host memory, read over the link
+  int num_threads = 1;
+};
+// Progress as Engine::Load.
 Result<DeviceWeights> LoadDeviceWeights(const ModelConfig& config, const GgufFile& file,
-                                        const RankPlan& plan, bool synthetic, int num_threads,
+                                        const RankPlan& plan, const WeightOptions& options,
                                         Stream& stream,
                                         const std::function<bool(int64_t, int64_t)>& progress);
 

@@ -60,7 +60,7 @@ class DeviceModel {
     group.max_bytes = 1 << 20;
     group_ = DeviceGroup::Create(comm_.get(), stream_, group).value();
     weights_ =
-        LoadDeviceWeights(config_, *file_, plan_.ranks[0], false, 1, stream_, nullptr).value();
+        LoadDeviceWeights(config_, *file_, plan_.ranks[0], {}, stream_, nullptr).value();
     TransformerOptions options;
     options.max_rows = max_rows;
     options.max_context = 512;
