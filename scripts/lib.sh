@@ -5,8 +5,6 @@ cd "$root"
 
 # Cached objects of one clone serve another: paths below the root are stored relative to it.
 export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1 CCACHE_COMPILERCHECK=content
-# Without it ccache leaves files with precompiled headers alone.
-export CCACHE_SLOPPINESS=pch_defines,time_macros
 
 say() { printf '\n== %s\n' "$*"; }
 run() { printf '+ %s\n' "$*"; "$@"; }
