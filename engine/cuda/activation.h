@@ -1,12 +1,15 @@
 // Rows of activations in the forms that products read. Device pointers, plain values.
 //
-// A row is one or more segments (an output group, a lane), each padded to 256 columns; `cols` counts
-// all padded columns. Padding columns hold zeros in every form that is present.
+// A row is one or more segments (an output group, a lane), each padded to 256 columns; `cols`
+// counts all padded columns. Padding columns hold zeros in every form that is present.
 //   f32    [rows][cols]
-//   q      int8 in fragment order: for block kb of 32 columns, tile n of 8 rows, lane 4g + t: 8 bytes
-//          = columns 32kb+8t..+7 of row 8n+g. q[(kb * tiles + n) * 32 + 4g + t], tiles = ceil(rows/8).
-//          Values never -128: q = RoundToNearestEven(x * (127 / amax)), amax of the block of 32.
-//   scale  [cols/32][tiles*8], amax / 127 (0 for a block of zeros; amax below 2^-100 counts as zeros;
+//   q      int8 in fragment order: for block kb of 32 columns, tile n of 8 rows, lane 4g + t: 8
+//   bytes
+//          = columns 32kb+8t..+7 of row 8n+g. q[(kb * tiles + n) * 32 + 4g + t], tiles =
+//          ceil(rows/8). Values never -128: q = RoundToNearestEven(x * (127 / amax)), amax of the
+//          block of 32.
+//   scale  [cols/32][tiles*8], amax / 127 (0 for a block of zeros; amax below 2^-100 counts as
+//   zeros;
 //          NaN or infinite where a value is)
 //   sums   [cols/16][tiles*8], scale * (sum of 16 int8): for formats with a minimum (Q4_K, Q2_K)
 //   bf16   [rows][cols], raw bf16 bits: for the tensor-core products of prefill

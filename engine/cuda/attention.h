@@ -13,7 +13,7 @@ struct AttentionParams {
   int head_dim = 0;
   int rope_dim = 0;
   int sliding_window = 0;
-  int ratio = 0;  // 0: window only
+  int ratio = 0;         // 0: window only
   bool overlap = false;  // CSA
   float norm_eps = 1e-6f;
   KvType kv_type = KvType::kBF16;
@@ -73,9 +73,9 @@ void LaunchIndex(const LaunchContext& launch, const AttentionParams& params, con
 // rows: HCA all visible, CSA picks (may be null: all visible). Keys in splits of kAttentionSplit;
 // each split's (max, sum, weighted sum), then splits in rising order, then the sink, so the result
 // does not depend on the other rows. out: rotated back, in the forms of `out`, columns head *
-// head_dim (+ group padding: heads_per_group heads, then PaddedCols). max_keys: bound over the rows.
-// The scratch holds a limited number of rows, whatever `rows` is: with more, the launch needs none or
-// goes through them in batches.
+// head_dim (+ group padding: heads_per_group heads, then PaddedCols). max_keys: bound over the
+// rows. The scratch holds a limited number of rows, whatever `rows` is: with more, the launch needs
+// none or goes through them in batches.
 inline constexpr int kAttentionSplit = 64;
 int64_t AttentionScratchBytes(const AttentionParams& params, int64_t rows, int64_t max_keys);
 struct AttentionJob {

@@ -50,8 +50,7 @@ __device__ __forceinline__ void TurnBack(float (&v)[8], int channel, int head_di
   for (int k = 0; k < 4; ++k) {
     const int from = channel + 2 * k - (head_dim - rope_dim);
     if (from < 0 || from >= rope_dim) continue;
-    const float2 x =
-        RotatePair(make_float2(v[2 * k], v[2 * k + 1]), angles.cos[k], -angles.sin[k]);
+    const float2 x = RotatePair(make_float2(v[2 * k], v[2 * k + 1]), angles.cos[k], -angles.sin[k]);
     v[2 * k] = x.x;
     v[2 * k + 1] = x.y;
   }

@@ -23,8 +23,8 @@ int64_t ChoiceMessageBytes(int rows, int lanes);
 ChoiceMessage MakeChoiceMessage(std::byte* memory, int rows, int lanes);
 
 // messages[r] (device): rank r's, with num_lanes[r] lanes of its own. out: the best choice of all,
-// the lowest id on ties, a logit that is no number when any rank has one; the lanes of all ranks one
-// after the other, [rows][sum of num_lanes].
+// the lowest id on ties, a logit that is no number when any rank has one; the lanes of all ranks
+// one after the other, [rows][sum of num_lanes].
 struct RankMessages {
   int world_size = 1;
   const std::byte* messages[kMaxChoiceRanks] = {};

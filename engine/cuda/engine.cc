@@ -52,7 +52,8 @@ CudaEngine::~CudaEngine() {
   if (stream_.handle() != nullptr) (void)stream_.Synchronize(std::chrono::seconds(30));
 }
 
-// The largest message of a rank: its roots for all rows of a few-row pass, or its sum for many rows.
+// The largest message of a rank: its roots for all rows of a few-row pass, or its sum for many
+// rows.
 int64_t CudaEngine::ExchangeBytes() const {
   const int64_t few = std::min<int64_t>(options_.max_batch_rows, kMaxFewRows);
   const int64_t sums = std::max(few * MostRoots(plan_.lanes), options_.max_batch_rows) *
@@ -73,7 +74,8 @@ Status CudaEngine::PlanMemory(const DeviceInfo& device, bool has_f32_weights) {
   ASSIGN_OR_RETURN(const WeightBytes bytes,
                    DeviceWeightBytes(config_, *file, own, experts_on_host));
   const int64_t weights = bytes.device;
-  const int64_t scratch = DeviceTransformer::ScratchBytes(config_, own, plan_.lanes, sizes, has_f32_weights);
+  const int64_t scratch =
+      DeviceTransformer::ScratchBytes(config_, own, plan_.lanes, sizes, has_f32_weights);
   const int64_t caches = DeviceTransformer::CacheBytes(config_, sizes);
   const int64_t exchange =
       comm_->world_size() == 1 ? 0 : 3 * int64_t{comm_->world_size()} * ExchangeBytes();
@@ -81,16 +83,17 @@ Status CudaEngine::PlanMemory(const DeviceInfo& device, bool has_f32_weights) {
   stats_.device_bytes = total;
   stats_.kv_bytes_per_session = caches / options_.max_sessions;
   if (total > device.free_bytes - kDriverBytes) {
-    return ResourceExhaustedError(StrCat(
-        device.name, " (device ", device.index, ") has ", HumanBytes(device.free_bytes),
-        " free; rank ", comm_->rank(), " needs ", HumanBytes(total + kDriverBytes), ": weights ",
-        HumanBytes(weights), ", caches of ", options_.max_sessions, " sessions of ",
-        options_.max_context, " tokens ", HumanBytes(caches), ", working memory for ",
-        options_.max_batch_rows, " rows ", HumanBytes(scratch), ", exchange ",
-        HumanBytes(exchange), ", driver ", HumanBytes(kDriverBytes), "; ",
-        HumanBytes(total + kDriverBytes - device.free_bytes),
-        " too much. Use more ranks, fewer sessions, a shorter context or a smaller batch, or keep the "
-        "experts in host memory (--expert-memory host)"));
+    return ResourceExhaustedError(
+        StrCat(device.name, " (device ", device.index, ") has ", HumanBytes(device.free_bytes),
+               " free; rank ", comm_->rank(), " needs ", HumanBytes(total + kDriverBytes),
+               ": weights ", HumanBytes(weights), ", caches of ", options_.max_sessions,
+               " sessions of ", options_.max_context, " tokens ", HumanBytes(caches),
+               ", working memory for ", options_.max_batch_rows, " rows ", HumanBytes(scratch),
+               ", exchange ", HumanBytes(exchange), ", driver ", HumanBytes(kDriverBytes), "; ",
+               HumanBytes(total + kDriverBytes - device.free_bytes),
+               " too much. Use more ranks, fewer sessions, a shorter context or a smaller batch, "
+               "or keep the "
+               "experts in host memory (--expert-memory host)"));
   }
   return OkStatus();
 }
@@ -122,7 +125,8 @@ Status CudaEngine::LoadModel(const LoadProgress& progress) {
   const WeightOptions weight_options{!options_.synthetic.empty(),
                                      options_.expert_memory == ExpertMemory::kHost,
                                      options_.num_threads};
-  ASSIGN_OR_RETURN(weights_, LoadDeviceWeights(config_, *file, own, weight_options, stream_, progress));
+  ASSIGN_OR_RETURN(weights_,
+                   LoadDeviceWeights(config_, *file, own, weight_options, stream_, progress));
   TransformerOptions sizes;
   sizes.max_rows = options_.max_batch_rows;
   sizes.max_context = options_.max_context;
@@ -137,7 +141,8 @@ Status CudaEngine::LoadModel(const LoadProgress& progress) {
   chooser_ = std::make_unique<TokenChooser>(context_);
 
   const int64_t rows = std::max<int64_t>(options_.max_batch_rows, kMaxFewRows);
-  ASSIGN_OR_RETURN(row_memory_, DeviceBuffer::Allocate((4 * rows + 2 * kMaxFewRows) * int64_t{sizeof(int32_t)}));
+  ASSIGN_OR_RETURN(row_memory_,
+                   DeviceBuffer::Allocate((4 * rows + 2 * kMaxFewRows) * int64_t{sizeof(int32_t)}));
   token_ = row_memory_.as<int32_t>();
   pos_ = token_ + rows;
   slot_ = pos_ + rows;
@@ -150,8 +155,8 @@ Status CudaEngine::LoadModel(const LoadProgress& progress) {
                    PinnedBuffer::Allocate(std::min<int64_t>(rows, kMaxFewRows) *
                                           transformer_->local_vocab() * int64_t{sizeof(float)}));
   std::iota(staging_.as<int32_t>(), staging_.as<int32_t>() + kMaxFewRows, 0);
-  RETURN_IF_ERROR(stream_.CopyToDevice(identity_, staging_.data(),
-                                       kMaxFewRows * int64_t{sizeof(int32_t)}));
+  RETURN_IF_ERROR(
+      stream_.CopyToDevice(identity_, staging_.data(), kMaxFewRows * int64_t{sizeof(int32_t)}));
   const int64_t record_bytes = kRingSteps * kMaxFewRows * int64_t{sizeof(TokenRecord)};
   ASSIGN_OR_RETURN(records_,
                    PinnedBuffer::Allocate(record_bytes + kRingSteps * int64_t{sizeof(uint32_t)}));
@@ -237,9 +242,8 @@ Status CudaEngine::FetchLogits(const std::vector<int32_t>& rows, int pass_rows) 
   RETURN_IF_ERROR(
       stream_.CopyToDevice(row_index_, staging_.data(), count * int64_t{sizeof(int32_t)}));
   RETURN_IF_ERROR(transformer_->Logits(row_index_, static_cast<int>(count), pass_rows));
-  RETURN_IF_ERROR(
-      stream_.CopyToHost(host_logits_.data(), transformer_->logits(),
-                         count * transformer_->local_vocab() * int64_t{sizeof(float)}));
+  RETURN_IF_ERROR(stream_.CopyToHost(host_logits_.data(), transformer_->logits(),
+                                     count * transformer_->local_vocab() * int64_t{sizeof(float)}));
   RETURN_IF_ERROR(stream_.Synchronize(kStepLimit));
   return group_->CheckHealth();
 }
@@ -280,9 +284,9 @@ Status CudaEngine::Sample(const StepPlan& plan, const std::vector<Draw>& draws, 
     TokenOutput output;
     output.part = draws[i].part;
     output.pos = session.position.n();
-    RETURN_IF_ERROR(chooser_->Choose({host_logits_.as<float>() + static_cast<int64_t>(i) * vocab,
-                                      static_cast<size_t>(vocab)},
-                                     part.sampling, part.num_top, output));
+    RETURN_IF_ERROR(chooser_->Choose(
+        {host_logits_.as<float>() + static_cast<int64_t>(i) * vocab, static_cast<size_t>(vocab)},
+        part.sampling, part.num_top, output));
     output.is_stop =
         std::find(part.stop_ids.begin(), part.stop_ids.end(), output.token) != part.stop_ids.end();
     if (on_token) on_token(output);
@@ -303,8 +307,8 @@ Status CudaEngine::RunParts(const StepPlan& plan, const std::vector<int>& parts,
     const StepPart& part = plan.parts[p];
     Session& session = SessionOf(part);
     for (size_t r = 0; r < part.tokens.size(); ++r) {
-      rows.push_back({part.tokens[r], static_cast<int32_t>(part.pos + static_cast<int64_t>(r)),
-                      session.slot});
+      rows.push_back(
+          {part.tokens[r], static_cast<int32_t>(part.pos + static_cast<int64_t>(r)), session.slot});
     }
     if (part.sample) draws.push_back({p, static_cast<int32_t>(rows.size()) - 1});
   }
@@ -331,8 +335,8 @@ Status CudaEngine::DecodeByHost(const StepPlan& plan, int32_t steps, StepResult&
     std::vector<Running> next;
     // Batches larger than the few-row kernels take go in turns.
     for (size_t first = 0; first < running.size(); first += transformer_->max_few_rows()) {
-      const size_t end =
-          std::min<size_t>(running.size(), first + static_cast<size_t>(transformer_->max_few_rows()));
+      const size_t end = std::min<size_t>(
+          running.size(), first + static_cast<size_t>(transformer_->max_few_rows()));
       std::vector<Row> rows;
       std::vector<Draw> draws;
       for (size_t i = first; i < end; ++i) {
@@ -342,8 +346,7 @@ Status CudaEngine::DecodeByHost(const StepPlan& plan, int32_t steps, StepResult&
       }
       RETURN_IF_ERROR(Forward(rows, false));
       for (size_t i = first; i < end; ++i) running[i].session->position.Advance(1);
-      RETURN_IF_ERROR(
-          Sample(plan, draws, static_cast<int>(rows.size()), result, on_token, next));
+      RETURN_IF_ERROR(Sample(plan, draws, static_cast<int>(rows.size()), result, on_token, next));
     }
     running = std::move(next);
   }
@@ -399,8 +402,8 @@ Status CudaEngine::DecodeQueued(const StepPlan& plan, int32_t steps, StepResult&
                                 const TokenCallback& on_token, std::vector<Running>& running) {
   while (steps > 0 && !running.empty()) {
     const int count = static_cast<int>(running.size());
-    const int padded = std::min<int>(GraphRows(count),
-                                     static_cast<int>(transformer_->max_few_rows()));
+    const int padded =
+        std::min<int>(GraphRows(count), static_cast<int>(transformer_->max_few_rows()));
     std::vector<Row> rows;
     int64_t max_pos = 0;
     for (const Running& r : running) {
@@ -431,8 +434,7 @@ Status CudaEngine::DecodeQueued(const StepPlan& plan, int32_t steps, StepResult&
         if (!live[i]) continue;
         const TokenRecord& record = records[i];
         if (!(record.logit == record.logit)) {
-          return InternalError(StrCat("position ", record.pos,
-                                      ": a logit is not a finite number"));
+          return InternalError(StrCat("position ", record.pos, ": a logit is not a finite number"));
         }
         r.session->position.Advance(1);
         TokenOutput output;

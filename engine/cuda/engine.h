@@ -2,10 +2,10 @@
 //
 // A plan's parts of up to kFewPartRows rows (decode, verification) run together through the few-row
 // kernels, whose results do not depend on the batch; longer parts (prefill) through the many-row
-// kernels. So what a part computes depends on the part alone. Greedy decoding of one rank is queued:
-// a captured graph is one step, it leaves the token where the next one reads it, and the host reads
-// records as they come, a few steps behind. Stopping early needs no undoing: sessions are set back by
-// position.
+// kernels. So what a part computes depends on the part alone. Greedy decoding of one rank is
+// queued: a captured graph is one step, it leaves the token where the next one reads it, and the
+// host reads records as they come, a few steps behind. Stopping early needs no undoing: sessions
+// are set back by position.
 #pragma once
 
 #include <map>

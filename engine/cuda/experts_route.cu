@@ -90,8 +90,8 @@ __device__ int ChooseByScore(const RouterParams& params, const float (&bias)[kPe
     rank += (static_cast<uint64_t>(two.w) << 32 | two.z) > best ? 1 : 0;
   }
   const int last = __ffs(static_cast<int>(__ballot_sync(kFullMask, rank == used - 1))) - 1;
-  const uint64_t bound = Candidate(__shfl_sync(kFullMask, top, last),
-                                   __shfl_sync(kFullMask, top_expert, last));
+  const uint64_t bound =
+      Candidate(__shfl_sync(kFullMask, top, last), __shfl_sync(kFullMask, top_expert, last));
   __syncwarp();
   const unsigned below = (1u << lane) - 1u;
   int count = 0;
@@ -501,8 +501,8 @@ void LaunchRoute(const LaunchContext& launch, const RouterParams& params, const 
   const size_t warp_bytes = ChoiceWords(params.used, few_experts ? 8 : 16) * sizeof(uint64_t);
   if (rows <= kRouteOneBlockRows) {
     // A score in each thread and a warp more where that is enough; else what counting needs.
-    const int threads = rows == 1 ? std::min(kRouteThreads, (params.num_experts + 63) / 32 * 32)
-                                  : kRouteThreads;
+    const int threads =
+        rows == 1 ? std::min(kRouteThreads, (params.num_experts + 63) / 32 * 32) : kRouteThreads;
     const size_t shared_bytes =
         threads / 32 * warp_bytes +
         rows * (params.used * (sizeof(int) + sizeof(float)) + params.num_experts * sizeof(float));

@@ -1,6 +1,6 @@
 // Products of many rows (prefill) on tensor cores: bf16 activations, weights turned from their
-// packed form to bf16 in registers, float32 sums. Faster than product.h from about 64 rows on, other
-// bits. F32 weights are refused (use product.h).
+// packed form to bf16 in registers, float32 sums. Faster than product.h from about 64 rows on,
+// other bits. F32 weights are refused (use product.h).
 #pragma once
 
 #include <span>

@@ -11,9 +11,9 @@
 //   Fragments          that as a[0..3] for columns 8t..8t+3 and a[4..7] for 8t+4..+7 of each lane's
 //                      octet (rows g and g + 8), the permutation of K that lets both operands be
 //                      read in runs of 16 bytes
-// Formats of few values (2 bits) pick them, rounded to bf16 once a scale, by byte permutations. Else
-// a weight is computed in float32 (exactly, before the rounding to bf16, for the formats without a
-// minimum) and rounded once.
+// Formats of few values (2 bits) pick them, rounded to bf16 once a scale, by byte permutations.
+// Else a weight is computed in float32 (exactly, before the rounding to bf16, for the formats
+// without a minimum) and rounded once.
 #pragma once
 
 #include "engine/cuda/simt.h"

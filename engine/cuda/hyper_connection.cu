@@ -111,7 +111,7 @@ __device__ __forceinline__ void WidenRuns(MixRuns& w) {
   for (int m = 0; m < kMixesOfHalf; ++m) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float (&run)[4] = w[m][r];
+      float(&run)[4] = w[m][r];
       const uint32_t x = __float_as_uint(run[0]), y = __float_as_uint(run[1]);
       const float2 low = kHalfs ? Half2ToFloat2(x) : Bf162ToFloat2(x);
       const float2 high = kHalfs ? Half2ToFloat2(y) : Bf162ToFloat2(y);
@@ -818,8 +818,8 @@ void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,
       << weights.fn.rows << " head mixing rows for " << shape.streams << " streams";
   CheckNorm(norm_weight);
   Launch(launch, static_cast<unsigned>(out.rows), HcWorkers(shape, out), WeightBytes(shape),
-         HcPreKernel<true>, shape, rows, row_index, streams, partial, weights, norm_weight,
-         HcMix{}, out);
+         HcPreKernel<true>, shape, rows, row_index, streams, partial, weights, norm_weight, HcMix{},
+         out);
 }
 
 void LaunchRmsNorm(const LaunchContext& launch, const float* x, int64_t stride, int rows, int cols,

@@ -1,5 +1,5 @@
-// Free memory of a GPU from NVIDIA's management library. Asking the CUDA runtime would make a context
-// on the device, some hundred megabytes of it, for every process that only looks.
+// Free memory of a GPU from NVIDIA's management library. Asking the CUDA runtime would make a
+// context on the device, some hundred megabytes of it, for every process that only looks.
 #pragma once
 
 #include <cstdint>

@@ -28,8 +28,8 @@ Nvml OpenNvml() {
   if (library == nullptr) return {};
   auto* init = reinterpret_cast<Nvml::Init*>(dlsym(library, "nvmlInit_v2"));
   Nvml nvml;
-  nvml.handle_by_pci_bus_id = reinterpret_cast<Nvml::HandleByPciBusId*>(
-      dlsym(library, "nvmlDeviceGetHandleByPciBusId_v2"));
+  nvml.handle_by_pci_bus_id =
+      reinterpret_cast<Nvml::HandleByPciBusId*>(dlsym(library, "nvmlDeviceGetHandleByPciBusId_v2"));
   auto* get_memory_info =
       reinterpret_cast<Nvml::GetMemoryInfo*>(dlsym(library, "nvmlDeviceGetMemoryInfo"));
   if (init == nullptr || nvml.handle_by_pci_bus_id == nullptr || init() != kSuccess) return {};

@@ -1,5 +1,5 @@
-// y = w x for few rows: decode, verification, small batches. Memory-bound; every weight byte is read
-// once for up to 32 rows of x.
+// y = w x for few rows: decode, verification, small batches. Memory-bound; every weight byte is
+// read once for up to 32 rows of x.
 //
 // The additions for one (x row, w row) are the same whatever else runs beside them, for any number
 // of rows: columns in slices of 512 (kSliceCols; the last may be shorter); inside a slice, steps of
@@ -18,8 +18,8 @@ inline constexpr int kSliceCols = 512;
 inline constexpr int kMaxProductJobs = 16;
 
 // One product of a launch. Reads x columns [x_col, x_col + w.padded_cols()) (x_col: a multiple of
-// 256). Writes y[t * y_stride + r] for t < x.rows, r < w.rows when y is not null, and the forms that
-// `out` has, at columns out_col + r (out_col: a multiple of 32; w.rows a multiple of 32 when
+// 256). Writes y[t * y_stride + r] for t < x.rows, r < w.rows when y is not null, and the forms
+// that `out` has, at columns out_col + r (out_col: a multiple of 32; w.rows a multiple of 32 when
 // quantised forms are asked for).
 struct ProductJob {
   PackedMatrix w;
@@ -35,8 +35,8 @@ struct ProductJob {
 void LaunchProducts(const LaunchContext& launch, std::span<const ProductJob> jobs);
 
 // One product cut into lanes: w holds w.count lane matrices [rows, lane_cols]; lane l reads x
-// columns [l * PaddedCols(lane_cols), ...). Lane sums (slices of a lane added as above) are added to
-// the roots of the aligned subtrees of lanes [lane_begin, lane_begin + w.count) in the order of
+// columns [l * PaddedCols(lane_cols), ...). Lane sums (slices of a lane added as above) are added
+// to the roots of the aligned subtrees of lanes [lane_begin, lane_begin + w.count) in the order of
 // engine/comm/lane_tree.h. roots: [SubtreesOf(...)][x.rows][w.rows].
 void LaunchLaneProduct(const LaunchContext& launch, const PackedMatrix& w, const ActivationView& x,
                        int lane_begin, float* roots);

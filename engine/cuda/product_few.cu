@@ -35,16 +35,16 @@ constexpr int kMaxRoundFloats = 8192;  // what the general kernel must do instea
 
 struct FewJob {
   DType dtype;
-  int rows;             // of w
-  int segments;         // lanes * slices: items of a row tile
-  int slices;           // of a lane
-  int chunks;           // of a lane's row tile
-  int slice_chunks;     // of a whole slice
+  int rows;          // of w
+  int segments;      // lanes * slices: items of a row tile
+  int slices;        // of a lane
+  int chunks;        // of a lane's row tile
+  int slice_chunks;  // of a whole slice
   int chunk_bytes;
-  int first_unit;       // units: what ranges of blocks are made of
+  int first_unit;  // units: what ranges of blocks are made of
   int units;
-  int unit_tiles;       // 2 where blocks of 32 rows are quantised, else 1
-  int tiles_per_round;  // a multiple of unit_tiles
+  int unit_tiles;            // 2 where blocks of 32 rows are quantised, else 1
+  int tiles_per_round;       // a multiple of unit_tiles
   uint32_t segment_inverse;  // see Quotient
   uint32_t slice_inverse;
   int tile_bytes;
@@ -197,8 +197,7 @@ struct Ring {
   }
 
  private:
-  __device__ __forceinline__ static void Copy(const std::byte* chunk, int bytes,
-                                              std::byte* stage) {
+  __device__ __forceinline__ static void Copy(const std::byte* chunk, int bytes, std::byte* stage) {
     if (chunk != nullptr) {
       std::byte* to = stage + 16 * LaneId();
       const std::byte* from = chunk + 16 * LaneId();
@@ -233,8 +232,7 @@ struct XChunk {
   }
 };
 
-__device__ __forceinline__ void DotChunk(const std::byte* chunk, const XChunk& x,
-                                         float (&acc)[4]) {
+__device__ __forceinline__ void DotChunk(const std::byte* chunk, const XChunk& x, float (&acc)[4]) {
   const std::byte* at = chunk + 16 * LaneId();
   const std::byte* scales_at = chunk + 4096 + 16 * (LaneId() / 4);
 #pragma unroll
@@ -538,9 +536,9 @@ __device__ __forceinline__ void FinishQuantised(const FewParams& params, const F
     const int x_row = i - (block << params.x_shift);
     if (x_row >= params.x_rows) continue;
     const int tile = 2 * block + LaneId() / kTileRows;
-    const float value = AddSlices(
-        sums + tile * job.segments * pitch + x_row * kTileRows + LaneId() % kTileRows,
-        job.slices, pitch);
+    const float value =
+        AddSlices(sums + tile * job.segments * pitch + x_row * kTileRows + LaneId() % kTileRows,
+                  job.slices, pitch);
     const int row = (round.tile + 2 * block) * kTileRows;
     if (job.y != nullptr) job.y[x_row * job.y_stride + row + LaneId()] = value;
     StoreActivation32(job.out, x_row, (job.out_col + row) / 32, value);
@@ -708,13 +706,14 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
   // Two blocks live on an SM where the kernel is made for it (see its launch bounds): the second
   // hides the first one's latencies, and a block that ends makes room for the next kernel's.
   const bool half = params.x_rows <= 8 || (params.x_rows <= 16 && !floats);
-  const int blocks = static_cast<int>(std::min<int64_t>(
-      units, std::clamp((half ? 2 : 1) * launch.num_sms, 1, kMaxBlocks)));
+  const int blocks = static_cast<int>(
+      std::min<int64_t>(units, std::clamp((half ? 2 : 1) * launch.num_sms, 1, kMaxBlocks)));
   CutRanges(params, blocks);
 
   const dim3 grid(static_cast<unsigned>(blocks));
-  const size_t shared = kWarps * kRingBytes + sizeof(float) * static_cast<size_t>(
-                                                  params.round_floats * params.num_buffers);
+  const size_t shared =
+      kWarps * kRingBytes +
+      sizeof(float) * static_cast<size_t>(params.round_floats * params.num_buffers);
   const auto launch_kernel = [&](auto kernel) {
     Launch(launch, grid, dim3(kThreads), shared, kernel, params);
   };

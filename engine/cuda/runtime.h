@@ -1,6 +1,6 @@
 // The device as the rest of engine/cuda sees it: memory, streams, graphs, timing. Two
-// implementations: runtime_cuda.cu (CUDA runtime) and emulator/runtime_emulator.cc (this host's CPU,
-// for tests without a GPU). No CUDA header is needed to include this one.
+// implementations: runtime_cuda.cu (CUDA runtime) and emulator/runtime_emulator.cc (this host's
+// CPU, for tests without a GPU). No CUDA header is needed to include this one.
 #pragma once
 
 #include <chrono>

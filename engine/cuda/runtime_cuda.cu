@@ -1,9 +1,9 @@
 // runtime.h and the launch internals of simt.h on the CUDA runtime. Host code only.
-#include <cstdlib>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <string>
@@ -40,18 +40,22 @@ std::string ErrorText(cudaError_t error) {
 
 StatusCode CodeOf(cudaError_t error) {
   switch (error) {
-    case cudaErrorMemoryAllocation: return StatusCode::kResourceExhausted;
+    case cudaErrorMemoryAllocation:
+      return StatusCode::kResourceExhausted;
     case cudaErrorInvalidValue:
     case cudaErrorInvalidConfiguration:
-    case cudaErrorInvalidDevice: return StatusCode::kInvalidArgument;
+    case cudaErrorInvalidDevice:
+      return StatusCode::kInvalidArgument;
     case cudaErrorNoDevice:
     case cudaErrorInsufficientDriver:
     case cudaErrorSystemDriverMismatch:
     case cudaErrorSystemNotReady:
     case cudaErrorDevicesUnavailable:
     case cudaErrorUnsupportedPtxVersion:
-    case cudaErrorNoKernelImageForDevice: return StatusCode::kUnavailable;
-    default: return StatusCode::kInternal;
+    case cudaErrorNoKernelImageForDevice:
+      return StatusCode::kUnavailable;
+    default:
+      return StatusCode::kInternal;
   }
 }
 
@@ -141,9 +145,9 @@ std::string FreeMemoryText() {
 
 namespace {
 
-// By default the driver loads a kernel when it is first launched, and waits for the kernels that run
-// on every device of the process to do so: a rank whose kernel waits for another rank of this process
-// would wait for ever. Must come before the first call of CUDA.
+// By default the driver loads a kernel when it is first launched, and waits for the kernels that
+// run on every device of the process to do so: a rank whose kernel waits for another rank of this
+// process would wait for ever. Must come before the first call of CUDA.
 void LoadModulesAtOnce() {
   static std::once_flag once;
   std::call_once(once, [] { setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0); });
@@ -159,17 +163,17 @@ Result<std::vector<DeviceInfo>> ListDevices() {
     int driver = 0;
     (void)cudaDriverGetVersion(&driver);
     (void)cudaGetLastError();
-    return UnavailableError(driver == 0 ? "no NVIDIA driver on this machine"
-                                        : "the NVIDIA driver is for CUDA " +
-                                              std::to_string(driver / 1000) + "." +
-                                              std::to_string(driver % 1000 / 10) +
-                                              ", this program needs CUDA " +
-                                              std::to_string(CUDART_VERSION / 1000) + "." +
-                                              std::to_string(CUDART_VERSION % 1000 / 10));
+    return UnavailableError(
+        driver == 0 ? "no NVIDIA driver on this machine"
+                    : "the NVIDIA driver is for CUDA " + std::to_string(driver / 1000) + "." +
+                          std::to_string(driver % 1000 / 10) + ", this program needs CUDA " +
+                          std::to_string(CUDART_VERSION / 1000) + "." +
+                          std::to_string(CUDART_VERSION % 1000 / 10));
   }
   if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) {
     (void)cudaGetLastError();
-    return UnavailableError("no NVIDIA GPU is visible on this machine (is CUDA_VISIBLE_DEVICES set?)");
+    return UnavailableError(
+        "no NVIDIA GPU is visible on this machine (is CUDA_VISIBLE_DEVICES set?)");
   }
   RETURN_IF_ERROR(ToStatus(error, "cudaGetDeviceCount"));
   std::vector<DeviceInfo> devices;
@@ -203,9 +207,8 @@ Result<DeviceBuffer> DeviceBuffer::Allocate(int64_t bytes) {
   if (const cudaError_t error = cudaMalloc(&memory, static_cast<size_t>(bytes));
       error != cudaSuccess) {
     (void)cudaGetLastError();
-    return Status(CodeOf(error), "device memory: " + std::to_string(bytes) +
-                                     " bytes asked for, " + FreeMemoryText() + ": " +
-                                     ErrorText(error));
+    return Status(CodeOf(error), "device memory: " + std::to_string(bytes) + " bytes asked for, " +
+                                     FreeMemoryText() + ": " + ErrorText(error));
   }
   buffer.data_ = static_cast<std::byte*>(memory);
   buffer.size_ = bytes;
@@ -235,10 +238,11 @@ Result<PinnedBuffer> PinnedBuffer::Allocate(int64_t bytes) {
   buffer.data_ = static_cast<std::byte*>(memory);
   buffer.size_ = bytes;
   void* on_device = nullptr;
-  RETURN_IF_ERROR(ToStatus(cudaHostGetDevicePointer(&on_device, memory, 0),
-                           "cudaHostGetDevicePointer"));
+  RETURN_IF_ERROR(
+      ToStatus(cudaHostGetDevicePointer(&on_device, memory, 0), "cudaHostGetDevicePointer"));
   if (on_device != memory) {
-    return UnimplementedError("the device sees pinned host memory at another address than the host");
+    return UnimplementedError(
+        "the device sees pinned host memory at another address than the host");
   }
   std::fill_n(buffer.data_, bytes, std::byte{0});
   return {std::move(buffer)};
@@ -336,9 +340,9 @@ Result<float> Event::MillisecondsSince(const Event& start) const {
     return FailedPreconditionError("time between events that were not recorded");
   }
   float milliseconds = 0;
-  RETURN_IF_ERROR(ToStatus(
-      cudaEventElapsedTime(&milliseconds, EventOf(start.handle_), EventOf(handle_)),
-      "cudaEventElapsedTime"));
+  RETURN_IF_ERROR(
+      ToStatus(cudaEventElapsedTime(&milliseconds, EventOf(start.handle_), EventOf(handle_)),
+               "cudaEventElapsedTime"));
   return milliseconds;
 }
 
@@ -396,7 +400,8 @@ bool SupportsOverlap() {
 }
 
 int Prepare(const void* kernel, dim3 block, size_t bytes) {
-  if (uint64_t{block.x} * block.y * block.z > kMaxBlockThreads) return cudaErrorInvalidConfiguration;
+  if (uint64_t{block.x} * block.y * block.z > kMaxBlockThreads)
+    return cudaErrorInvalidConfiguration;
   // The limit belongs to kernel and device; it only ever grows.
   static std::mutex mutex;
   static std::map<std::pair<int, const void*>, size_t> allowed;
@@ -406,9 +411,8 @@ int Prepare(const void* kernel, dim3 block, size_t bytes) {
   if (is_new) {
     // All kernels ask for the same division of an SM's memory: one that differs cannot start before
     // the SM is empty, which would undo the overlap of a kernel with the one before it.
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                             cudaSharedmemCarveoutMaxShared);
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) return error;
     limit = kSharedBytesWithoutAsking;
   }
@@ -428,10 +432,10 @@ void RecordError(int error, const void* kernel, dim3 grid, dim3 block, size_t sh
     return std::to_string(d.x) + "x" + std::to_string(d.y) + "x" + std::to_string(d.z);
   };
   const auto code = static_cast<cudaError_t>(error);
-  launch_status = Status(CodeOf(code), "launch of " + std::string(name) + ", grid " + size(grid) +
-                                           ", block " + size(block) + ", " +
-                                           std::to_string(shared_bytes) +
-                                           " bytes of shared memory: " + ErrorText(code));
+  launch_status =
+      Status(CodeOf(code), "launch of " + std::string(name) + ", grid " + size(grid) + ", block " +
+                               size(block) + ", " + std::to_string(shared_bytes) +
+                               " bytes of shared memory: " + ErrorText(code));
 }
 
 }  // namespace launch_internal

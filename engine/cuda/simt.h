@@ -1,5 +1,5 @@
-// What kernel sources (*.cu) may use of CUDA, for two compilers: nvcc, and a plain C++ compiler with
-// the emulator of engine/cuda/emulator. Included by .cu files only. The only file with PTX.
+// What kernel sources (*.cu) may use of CUDA, for two compilers: nvcc, and a plain C++ compiler
+// with the emulator of engine/cuda/emulator. Included by .cu files only. The only file with PTX.
 //
 // Global names are CUDA's own (threadIdx, __shared__, __syncthreads, __shfl_sync ...); the device
 // helpers are in ds4::cuda. All 32 lanes of a warp take part in every warp operation, and all
@@ -20,8 +20,8 @@
 #include <cuda_runtime.h>
 
 // Declares `std::byte* name`: the block's dynamic shared memory, 128-byte aligned.
-#define DS4_DYNAMIC_SHARED(name)                                      \
-  extern __shared__ __align__(128) std::byte ds4_dynamic_shared[];    \
+#define DS4_DYNAMIC_SHARED(name)                                   \
+  extern __shared__ __align__(128) std::byte ds4_dynamic_shared[]; \
   std::byte* name = ds4_dynamic_shared
 
 namespace ds4::cuda {
@@ -226,8 +226,8 @@ namespace ds4::cuda {
 inline constexpr int kWarpSize = 32;
 inline constexpr uint32_t kFullMask = 0xffffffffu;
 
-// __byte_perm for selectors whose low four nibbles are known to be at most 7; it need not clear their
-// top bits. Bits 16-31 of the selector do not count.
+// __byte_perm for selectors whose low four nibbles are known to be at most 7; it need not clear
+// their top bits. Bits 16-31 of the selector do not count.
 __device__ __forceinline__ uint32_t SelectBytes(uint32_t x, uint32_t y, uint32_t selector) {
 #if defined(__CUDA_ARCH__)
   uint32_t bytes;

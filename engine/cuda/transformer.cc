@@ -18,11 +18,9 @@ bool AnyF32(const DeviceWeights& weights) {
          block.attention.q_a.dtype == DType::kF32 || weights.head.dtype == DType::kF32;
 }
 
-
 int64_t MaxVisible(const LayerConfig& layer, int64_t max_pos) {
   return layer.compress_ratio == 0 ? 0 : (max_pos + 1) / layer.compress_ratio;
 }
-
 
 }  // namespace
 
@@ -139,9 +137,9 @@ void DeviceTransformer::Plan(Workspace& space) {
     if (params.overlap) {
       index_bytes = std::max(index_bytes, IndexScratchBytes(params, rows, visible));
     }
-    const int64_t keys = config_.sliding_window + (params.overlap
-                                                       ? std::min<int64_t>(visible, params.index_top_k)
-                                                       : visible);
+    const int64_t keys =
+        config_.sliding_window +
+        (params.overlap ? std::min<int64_t>(visible, params.index_top_k) : visible);
     attention_bytes = std::max(attention_bytes, AttentionScratchBytes(params, few, keys));
   }
   index_scratch_ = space.Take(index_bytes);
@@ -169,8 +167,7 @@ void DeviceTransformer::PlanCaches(Workspace& space) {
   for (int64_t i = 0; i < config_.num_layers; ++i) {
     const LayerConfig& layer = config_.layers[i];
     LayerCache& cache = caches_[i];
-    cache.ring =
-        static_cast<int>(config_.sliding_window + options_.max_rows + kRewindSlack);
+    cache.ring = static_cast<int>(config_.sliding_window + options_.max_rows + kRewindSlack);
     cache.window = space.Take(slots * cache.ring * config_.head_dim * kv_bytes);
     if (layer.attention == AttentionKind::kSliding) continue;
     compressor(layer, config_.head_dim, cache.compressor);
@@ -221,11 +218,10 @@ Result<std::unique_ptr<DeviceTransformer>> DeviceTransformer::Create(
   const int64_t groups_per_lane = plan.groups.size() / plan.lanes.size();
   if (config.num_streams > kMaxDeviceStreams || config.num_experts_used > kMaxExpertsUsed ||
       config.num_lanes > kMaxVocabLanes) {
-    return UnimplementedError(StrCat("the model has ", config.num_streams, " streams, ",
-                                     config.num_experts_used, " experts a token and ",
-                                     config.num_lanes, " lanes; this device engine takes ",
-                                     kMaxDeviceStreams, ", ", kMaxExpertsUsed, " and ",
-                                     kMaxVocabLanes, " at most"));
+    return UnimplementedError(
+        StrCat("the model has ", config.num_streams, " streams, ", config.num_experts_used,
+               " experts a token and ", config.num_lanes, " lanes; this device engine takes ",
+               kMaxDeviceStreams, ", ", kMaxExpertsUsed, " and ", kMaxVocabLanes, " at most"));
   }
   if (groups_per_lane > 1 && config.output_lora_rank % 32 != 0) {
     return UnimplementedError(StrCat("output rank ", config.output_lora_rank, " with ",
@@ -266,8 +262,7 @@ Result<std::unique_ptr<DeviceTransformer>> DeviceTransformer::Create(
 
 int DeviceTransformer::FormFor(const Pass& pass, const PackedMatrix& w) const {
   if (pass.many) return kFormBF16;
-  const bool plain =
-      w.dtype == DType::kF32 || w.dtype == DType::kF16 || w.dtype == DType::kBF16;
+  const bool plain = w.dtype == DType::kF32 || w.dtype == DType::kF16 || w.dtype == DType::kBF16;
   return plain ? kFormF32 : kFormQ8;
 }
 
@@ -294,8 +289,8 @@ void DeviceTransformer::Products(const Pass& pass, const std::vector<Product>& p
     LaunchGemm(launch_, gemms);
   } else {
     for (size_t i = 0; i < jobs.size(); i += kMaxProductJobs) {
-      LaunchProducts(launch_,
-                     std::span(jobs).subspan(i, std::min<size_t>(kMaxProductJobs, jobs.size() - i)));
+      LaunchProducts(
+          launch_, std::span(jobs).subspan(i, std::min<size_t>(kMaxProductJobs, jobs.size() - i)));
     }
   }
 }
@@ -305,15 +300,14 @@ Status DeviceTransformer::EndSite(const Pass& pass, const HcMix& mix, const Plai
   // A pass of many rows has added its lanes already: one vector for each rank.
   if (lanes_.world_size() > 1) {
     const int64_t vectors = pass.many ? 1 : num_roots_;
-    RETURN_IF_ERROR(group_->AllGather(launch_, roots_,
-                                      vectors * count * static_cast<int64_t>(sizeof(float))));
+    RETURN_IF_ERROR(
+        group_->AllGather(launch_, roots_, vectors * count * static_cast<int64_t>(sizeof(float))));
   }
   RootSet set;
   set.num_lanes = config_.num_lanes;
   for (int r = 0; r < lanes_.world_size(); ++r) {
-    const auto* data = lanes_.world_size() == 1
-                           ? roots_
-                           : reinterpret_cast<const float*>(group_->Gathered(r));
+    const auto* data =
+        lanes_.world_size() == 1 ? roots_ : reinterpret_cast<const float*>(group_->Gathered(r));
     if (pass.many) {
       // Whole ranks in rank order, as a tree of their own.
       set.data[set.count] = data;
@@ -392,12 +386,8 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
     store.index_ape = w.index_compressor.ape;
     store.index_norm = w.index_compressor.norm;
   }
-  const RowNorm norm = {q_low_,
-                        config_.q_lora_rank,
-                        static_cast<int>(config_.q_lora_rank),
-                        w.q_a_norm,
-                        config_.norm_eps,
-                        WithForms(qr_, rows, qr_forms)};
+  const RowNorm norm = {q_low_,     config_.q_lora_rank, static_cast<int>(config_.q_lora_rank),
+                        w.q_a_norm, config_.norm_eps,    WithForms(qr_, rows, qr_forms)};
   LaunchNormAndStore(launch_, params, pass.step, rows, rope, store, caches_[index], norm);
   products = {{w.q_b, &qr_, 0, q_, nullptr, 0, 0}};
   if (choose) products.push_back({w.index_q_b, &qr_, 0, index_q_, nullptr, 0, 0});
@@ -413,8 +403,8 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
   job.sinks = w.sinks;
   job.picks = choose ? picks_ : nullptr;
   job.pick_count = choose ? pick_count_ : nullptr;
-  job.max_keys = config_.sliding_window +
-                 (csa ? std::min<int64_t>(visible, config_.index_top_k) : visible);
+  job.max_keys =
+      config_.sliding_window + (csa ? std::min<int64_t>(visible, config_.index_top_k) : visible);
   job.heads_per_group = static_cast<int>(config_.heads_per_group());
   job.scratch = attention_scratch_;
   job.out = View(attended_, pass, rows, attended_forms);
@@ -432,8 +422,8 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
   const int low_forms = FormFor(pass, w.o_b);
   products.clear();
   for (int64_t g = 0; g < plan_.groups.size(); ++g) {
-    const int64_t out_col = g / groups_per_lane * lane_cols +
-                            g % groups_per_lane * config_.output_lora_rank;
+    const int64_t out_col =
+        g / groups_per_lane * lane_cols + g % groups_per_lane * config_.output_lora_rank;
     products.push_back(
         {w.o_a.At(g), &attended_, g * group_cols, nullptr, &lanes_in_, out_col, low_forms});
   }
@@ -467,8 +457,7 @@ Status DeviceTransformer::Experts(const Pass& pass, int64_t index, DeviceTrace* 
   const int lanes = static_cast<int>(plan_.lanes.size());
   const HcMix mix{post_, comb_};
   const bool last = index + 1 == config_.num_layers;
-  const PlainMatrix& next_fn =
-      last ? weights_.head_hc.fn : weights_.blocks[index + 1].attn_hc.fn;
+  const PlainMatrix& next_fn = last ? weights_.head_hc.fn : weights_.blocks[index + 1].attn_hc.fn;
 
   const int up_forms = FormFor(pass, w.gate) | FormFor(pass, w.shared_gate);
   LaunchHcPre(launch_, hc(), rows, streams_, partial_, block.ffn_hc, w.norm, mix,
@@ -591,8 +580,7 @@ Status DeviceTransformer::VisitState(
                         int64_t bytes) -> Status {
     for (int64_t p = std::max<int64_t>(0, begin); p < end; ++p) {
       host.resize(bytes);
-      const auto* from =
-          static_cast<const std::byte*>(base) + (slot * stride + p % ring) * bytes;
+      const auto* from = static_cast<const std::byte*>(base) + (slot * stride + p % ring) * bytes;
       RETURN_IF_ERROR(launch_.stream->CopyToHost(host.data(), from, bytes));
       RETURN_IF_ERROR(launch_.stream->Synchronize());
       visit(host.data(), bytes);
@@ -608,8 +596,7 @@ Status DeviceTransformer::VisitState(
     const auto compressor = [&](const CompressorCache& c) -> Status {
       const int64_t complete = n / layer.compress_ratio;
       RETURN_IF_ERROR(rows(c.rows, c.max_rows, c.max_rows, 0, complete, c.dim * kv));
-      const int64_t first =
-          layer.attention == AttentionKind::kCompressed ? complete - 1 : complete;
+      const int64_t first = layer.attention == AttentionKind::kCompressed ? complete - 1 : complete;
       const int64_t from = first * layer.compress_ratio;
       const int64_t bytes = c.width * static_cast<int64_t>(sizeof(float));
       RETURN_IF_ERROR(rows(c.values, c.ring, c.ring, from, n, bytes));

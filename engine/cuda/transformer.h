@@ -25,7 +25,7 @@ inline constexpr int kMaxFewRows = 64;
 inline constexpr int kRewindSlack = 64;
 
 struct TransformerOptions {
-  int64_t max_rows = 512;     // of one forward pass
+  int64_t max_rows = 512;      // of one forward pass
   int64_t max_context = 4096;  // of one session
   int slots = 1;               // sessions
   KvType kv_type = KvType::kBF16;
@@ -37,15 +37,16 @@ int MostRoots(const LaneLayout& lanes);
 
 // Filled when asked for; host copies. For tests.
 struct DeviceTrace {
-  std::vector<std::vector<float>> streams;          // per layer, [rows, H, D]
-  std::vector<std::vector<int32_t>> expert_ids;     // per layer, [rows, used]
-  std::vector<std::vector<int32_t>> index_picks;    // per layer, [rows, top_k]; empty: no indexer
-  std::vector<std::vector<int32_t>> index_counts;   // per layer, [rows]
+  std::vector<std::vector<float>> streams;         // per layer, [rows, H, D]
+  std::vector<std::vector<int32_t>> expert_ids;    // per layer, [rows, used]
+  std::vector<std::vector<int32_t>> index_picks;   // per layer, [rows, top_k]; empty: no indexer
+  std::vector<std::vector<int32_t>> index_counts;  // per layer, [rows]
 };
 
 class DeviceTransformer {
  public:
-  // `config`, `plan`, `weights`, `group` and `stream` outlive it. Takes all its device memory at once.
+  // `config`, `plan`, `weights`, `group` and `stream` outlive it. Takes all its device memory at
+  // once.
   static Result<std::unique_ptr<DeviceTransformer>> Create(
       const ModelConfig& config, const RankPlan& plan, const LaneLayout& lanes,
       const DeviceWeights& weights, const TransformerOptions& options, DeviceGroup* group,

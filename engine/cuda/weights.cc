@@ -193,8 +193,8 @@ Status Loader::Vector(const std::string& name, const float*& out, float mean, fl
       }
     }
   }
-  RETURN_IF_ERROR(Upload(all.data() + range.begin,
-                         range.size() * static_cast<int64_t>(sizeof(float)), to));
+  RETURN_IF_ERROR(
+      Upload(all.data() + range.begin, range.size() * static_cast<int64_t>(sizeof(float)), to));
   return Advance(source.slice->held_bytes);
 }
 
@@ -308,9 +308,9 @@ Status Loader::Rows(const std::string& name, PackedMatrix& out, int64_t parts) {
   }
   for (int64_t i = 0; i < out.count; ++i) {
     const int64_t row = i / parts * source.rows + range.begin + i % parts * out.rows;
-    RETURN_IF_ERROR(Pack(out, i, source.data + row * source.row_bytes, source.row_bytes,
-                         source.row_bytes)
-                        .WithContext(name));
+    RETURN_IF_ERROR(
+        Pack(out, i, source.data + row * source.row_bytes, source.row_bytes, source.row_bytes)
+            .WithContext(name));
   }
   return OkStatus();
 }
@@ -333,8 +333,8 @@ Status Loader::LaneColumns(const std::string& name, PackedMatrix& out) {
   for (int64_t i = 0; i < out.count; ++i) {
     const std::byte* expert = source.data + i / lanes * source.rows * source.row_bytes;
     const int64_t lane = plan_.lanes.begin + i % lanes;
-    RETURN_IF_ERROR(Pack(out, i, expert + lane * lane_bytes, source.row_bytes, lane_bytes)
-                        .WithContext(name));
+    RETURN_IF_ERROR(
+        Pack(out, i, expert + lane * lane_bytes, source.row_bytes, lane_bytes).WithContext(name));
   }
   return OkStatus();
 }
@@ -409,8 +409,9 @@ Status Loader::Walk() {
   RETURN_IF_ERROR(Plain("token_embd.weight", weights_.embedding_type, weights_.embedding));
   const DType type = weights_.embedding_type;
   if (type != DType::kF32 && type != DType::kF16 && type != DType::kBF16 && type != DType::kQ8_0) {
-    return UnimplementedError(StrCat("token_embd.weight is ", Info(type).name,
-                                     ", an embedding can be F32, F16, BF16 or Q8_0 on this device"));
+    return UnimplementedError(
+        StrCat("token_embd.weight is ", Info(type).name,
+               ", an embedding can be F32, F16, BF16 or Q8_0 on this device"));
   }
   weights_.blocks.resize(config_.num_layers);
   for (int64_t i = 0; i < config_.num_layers; ++i) {

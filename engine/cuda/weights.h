@@ -70,7 +70,7 @@ struct DeviceWeights {
 
   DeviceBuffer memory;
   PinnedBuffer expert_memory;  // routed experts, when they live in host memory
-  int64_t source_bytes = 0;  // read from the file
+  int64_t source_bytes = 0;    // read from the file
 };
 
 struct WeightBytes {

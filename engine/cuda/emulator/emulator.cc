@@ -32,17 +32,28 @@ constexpr size_t kStackBytes = 256 * 1024;  // frames are much larger there
 
 const char* Name(WarpOp op) {
   switch (op) {
-    case WarpOp::kNone: return "nothing";
-    case WarpOp::kShuffle: return "__shfl_sync";
-    case WarpOp::kShuffleXor: return "__shfl_xor_sync";
-    case WarpOp::kShuffleDown: return "__shfl_down_sync";
-    case WarpOp::kBallot: return "__ballot_sync";
-    case WarpOp::kSyncWarp: return "__syncwarp";
-    case WarpOp::kMmaS8: return "MmaS8";
-    case WarpOp::kMmaBf16: return "MmaBf16";
-    case WarpOp::kMmaF16: return "MmaF16";
-    case WarpOp::kLoadMatrix: return "LoadMatrix4";
-    case WarpOp::kLoadMatrixTrans: return "LoadMatrix4Trans";
+    case WarpOp::kNone:
+      return "nothing";
+    case WarpOp::kShuffle:
+      return "__shfl_sync";
+    case WarpOp::kShuffleXor:
+      return "__shfl_xor_sync";
+    case WarpOp::kShuffleDown:
+      return "__shfl_down_sync";
+    case WarpOp::kBallot:
+      return "__ballot_sync";
+    case WarpOp::kSyncWarp:
+      return "__syncwarp";
+    case WarpOp::kMmaS8:
+      return "MmaS8";
+    case WarpOp::kMmaBf16:
+      return "MmaBf16";
+    case WarpOp::kMmaF16:
+      return "MmaF16";
+    case WarpOp::kLoadMatrix:
+      return "LoadMatrix4";
+    case WarpOp::kLoadMatrixTrans:
+      return "LoadMatrix4Trans";
   }
   return "?";
 }
@@ -83,8 +94,8 @@ class StackPool {
   }
   void Create(size_t count) {
     count_ = count;
-    void* memory = mmap(nullptr, count * Stride(), PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANON, -1, 0);
+    void* memory =
+        mmap(nullptr, count * Stride(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
     CHECK(memory != MAP_FAILED) << "no memory for " << count << " emulated threads' stacks";
     memory_ = static_cast<std::byte*>(memory);
     for (size_t i = 0; i < count; ++i) mprotect(memory_ + i * Stride(), Guard(), PROT_NONE);
@@ -149,10 +160,16 @@ std::string Coordinates(const Index& i) {
 std::string Describe(const Thread& thread, const Warp& warp) {
   std::string text = "  thread " + Coordinates(thread.index) + " ";
   switch (thread.state) {
-    case State::kReady: return text + "runs";
-    case State::kDone: return text + "has ended";
-    case State::kAtWarp: text += std::string("waits in ") + Name(warp.op); break;
-    case State::kAtBlock: text += "waits in __syncthreads"; break;
+    case State::kReady:
+      return text + "runs";
+    case State::kDone:
+      return text + "has ended";
+    case State::kAtWarp:
+      text += std::string("waits in ") + Name(warp.op);
+      break;
+    case State::kAtBlock:
+      text += "waits in __syncthreads";
+      break;
   }
   return text + " at " + thread.file + ":" + std::to_string(thread.line);
 }
@@ -189,7 +206,8 @@ unsigned NextReady() {
   FailStuck();
 }
 
-// The next thread that can run, in the order of all threads of the block, so that each gets its turn.
+// The next thread that can run, in the order of all threads of the block, so that each gets its
+// turn.
 unsigned NextInTurn() {
   Machine& m = *machine;
   const unsigned warp = m.current / 32;
@@ -303,7 +321,8 @@ void ComputeLoadMatrix(Warp& warp, bool transposed) {
 void Compute(Warp& warp) {
   switch (warp.op) {
     case WarpOp::kNone:
-    case WarpOp::kSyncWarp: break;
+    case WarpOp::kSyncWarp:
+      break;
     case WarpOp::kShuffle:
     case WarpOp::kShuffleXor:
     case WarpOp::kShuffleDown:
@@ -315,11 +334,21 @@ void Compute(Warp& warp) {
       for (Lane& lane : warp.lanes) lane.out[0] = votes;
       break;
     }
-    case WarpOp::kMmaS8: ComputeMmaS8(warp); break;
-    case WarpOp::kMmaBf16: ComputeMmaFloat(warp, [](uint32_t w) { return Bf162ToFloat2(w); }); break;
-    case WarpOp::kMmaF16: ComputeMmaFloat(warp, [](uint32_t w) { return Half2ToFloat2(w); }); break;
-    case WarpOp::kLoadMatrix: ComputeLoadMatrix(warp, false); break;
-    case WarpOp::kLoadMatrixTrans: ComputeLoadMatrix(warp, true); break;
+    case WarpOp::kMmaS8:
+      ComputeMmaS8(warp);
+      break;
+    case WarpOp::kMmaBf16:
+      ComputeMmaFloat(warp, [](uint32_t w) { return Bf162ToFloat2(w); });
+      break;
+    case WarpOp::kMmaF16:
+      ComputeMmaFloat(warp, [](uint32_t w) { return Half2ToFloat2(w); });
+      break;
+    case WarpOp::kLoadMatrix:
+      ComputeLoadMatrix(warp, false);
+      break;
+    case WarpOp::kLoadMatrixTrans:
+      ComputeLoadMatrix(warp, true);
+      break;
   }
 }
 

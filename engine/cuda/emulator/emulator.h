@@ -221,8 +221,8 @@ inline void sincos(double angle, double* sine, double* cosine) {
 }
 #endif
 
-#define DS4_EMULATOR_MIN_MAX(T)                          \
-  inline T min(T a, T b) { return b < a ? b : a; }       \
+#define DS4_EMULATOR_MIN_MAX(T)                    \
+  inline T min(T a, T b) { return b < a ? b : a; } \
   inline T max(T a, T b) { return a < b ? b : a; }
 DS4_EMULATOR_MIN_MAX(int)
 DS4_EMULATOR_MIN_MAX(unsigned)
@@ -340,8 +340,8 @@ void Launch(const LaunchSite& site, dim3 grid, dim3 block, size_t dynamic_shared
     }
   };
   static_assert((0 + ... + sizeof(Params)) <= 4096, "kernel parameters over 4 KB");
-  emulator::KernelCall call{site.launch_file, site.launch_line, grid, block, dynamic_shared_bytes,
-                            &Bound::Invoke, nullptr};
+  emulator::KernelCall call{site.launch_file,     site.launch_line, grid,   block,
+                            dynamic_shared_bytes, &Bound::Invoke,   nullptr};
   if (std::string why = emulator::CheckLaunch(call); !why.empty()) {
     return emulator::RecordLaunchError(std::move(why));
   }

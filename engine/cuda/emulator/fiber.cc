@@ -30,8 +30,8 @@ namespace ds4::cuda::emulator {
 #endif
 // Saves what the System V ABI says a call keeps, on the stack that is left.
 asm(".text\n"
-    ".globl " DS4_FIBER_SYMBOL "\n"
-    DS4_FIBER_SYMBOL ":\n"
+    ".globl " DS4_FIBER_SYMBOL "\n" DS4_FIBER_SYMBOL
+    ":\n"
     "  pushq %rbp\n  pushq %rbx\n  pushq %r12\n  pushq %r13\n  pushq %r14\n  pushq %r15\n"
     "  movq %rsp, (%rdi)\n"
     "  movq %rsi, %rsp\n"
@@ -48,9 +48,7 @@ void PrepareMachine(Context& context, std::byte* bottom, size_t bytes, void (*en
   for (int i = 3; i <= 8; ++i) top[-i] = nullptr;
   context.machine = top - 8;
 }
-void SwitchMachine(Context& from, Context& to) {
-  ds4_emulator_switch(&from.machine, to.machine);
-}
+void SwitchMachine(Context& from, Context& to) { ds4_emulator_switch(&from.machine, to.machine); }
 void ReleaseMachine(Context&) {}
 }  // namespace
 #else

@@ -8,7 +8,8 @@ namespace ds4::cuda::emulator {
 
 // Where a fiber (or the OS thread's own stack) stopped. Filled by Switch.
 struct Context {
-  void* machine = nullptr;  // stack pointer, or a ucontext_t where there is no assembly for this CPU
+  void* machine =
+      nullptr;  // stack pointer, or a ucontext_t where there is no assembly for this CPU
   // For AddressSanitizer, which wants to know of every stack.
   const void* stack_bottom = nullptr;
   size_t stack_bytes = 0;

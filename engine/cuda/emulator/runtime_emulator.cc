@@ -1,5 +1,5 @@
-// runtime.h on this host's memory. Streams run their work at once, so everything is done when a call
-// returns.
+// runtime.h on this host's memory. Streams run their work at once, so everything is done when a
+// call returns.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -54,8 +54,8 @@ Result<std::byte*> AllocateZeroed(const char* what, int64_t bytes) {
                                   std::to_string(kTotalBytes));
   }
   if (bytes == 0) return nullptr;  // as on a GPU
-  auto* memory = static_cast<std::byte*>(
-      ::operator new(static_cast<size_t>(bytes), kAlignment, std::nothrow));
+  auto* memory =
+      static_cast<std::byte*>(::operator new(static_cast<size_t>(bytes), kAlignment, std::nothrow));
   if (memory == nullptr) {
     return ResourceExhaustedError(std::string(what) + ": this host has no " +
                                   std::to_string(bytes) + " bytes left");

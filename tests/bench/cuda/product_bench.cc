@@ -1,6 +1,6 @@
-// Times Flash's dense decode products back to back in a graph, each launch with weights of its own so
-// that nothing is in the L2 cache: microseconds and share of a bandwidth, with and without kernels
-// that start while the one before ends.
+// Times Flash's dense decode products back to back in a graph, each launch with weights of its own
+// so that nothing is in the L2 cache: microseconds and share of a bandwidth, with and without
+// kernels that start while the one before ends.
 //   product_bench [rows]
 #include <cstdio>
 #include <cstdlib>

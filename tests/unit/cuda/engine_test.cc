@@ -1,6 +1,6 @@
-// Goal: the GPU engine keeps the promises of engine.h. Method: the shipped model (quantised) and the
-// golden one (float32) through Engine: the queue of graphs against step by step, going back, several
-// sessions, two ranks against one, and the text of the CPU engine.
+// Goal: the GPU engine keeps the promises of engine.h. Method: the shipped model (quantised) and
+// the golden one (float32) through Engine: the queue of graphs against step by step, going back,
+// several sessions, two ranks against one, and the text of the CPU engine.
 
 #include "engine/session/engine.h"
 

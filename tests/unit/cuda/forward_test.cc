@@ -1,7 +1,7 @@
 // Goal: a pass on the device computes what the reference implementation computes, whatever the
-// batch. Method: the golden model (tests/golden/README.md) in float32 with float32 keys; streams and
-// logits within 1e-4, experts and compressed rows equal; then the same rows alone, in chunks and
-// among other sessions, compared bit by bit.
+// batch. Method: the golden model (tests/golden/README.md) in float32 with float32 keys; streams
+// and logits within 1e-4, experts and compressed rows equal; then the same rows alone, in chunks
+// and among other sessions, compared bit by bit.
 
 #include <gtest/gtest.h>
 
@@ -59,8 +59,7 @@ class DeviceModel {
     DeviceGroup::Options group;
     group.max_bytes = 1 << 20;
     group_ = DeviceGroup::Create(comm_.get(), stream_, group).value();
-    weights_ =
-        LoadDeviceWeights(config_, *file_, plan_.ranks[0], {}, stream_, nullptr).value();
+    weights_ = LoadDeviceWeights(config_, *file_, plan_.ranks[0], {}, stream_, nullptr).value();
     TransformerOptions options;
     options.max_rows = max_rows;
     options.max_context = 512;
@@ -172,10 +171,10 @@ TEST(CudaForwardTest, StreamsPicksAndLogitsMatchTheReference) {
       for (int64_t layer = 0; layer < config.num_layers; ++layer) {
         SCOPED_TRACE("layer " + std::to_string(layer) + ", rows from " + std::to_string(from));
         const std::string suffix = "." + std::to_string(layer);
-        EXPECT_LT(
-            LargestDifference(trace.streams[layer], part(golden.Get<float>(name + "hidden" + suffix),
-                                                         config.num_streams * config.hidden_dim)),
-            kTolerance);
+        EXPECT_LT(LargestDifference(trace.streams[layer],
+                                    part(golden.Get<float>(name + "hidden" + suffix),
+                                         config.num_streams * config.hidden_dim)),
+                  kTolerance);
         const auto experts = golden.Get<int32_t>(name + "experts" + suffix);
         for (int64_t t = 0; t < count; ++t) {
           const std::vector<int32_t>& ours = trace.expert_ids[layer];

@@ -103,7 +103,8 @@ TEST_F(RuntimeTest, KernelsReachPinnedMemory) {
   ASSERT_TRUE(pinned.ok()) << pinned.status().ToString();
   LaunchStep(launch, pinned->as<uint32_t>(), 100);
   Finish();
-  EXPECT_THAT(std::vector<uint32_t>(pinned->as<uint32_t>(), pinned->as<uint32_t>() + 100), Each(1u));
+  EXPECT_THAT(std::vector<uint32_t>(pinned->as<uint32_t>(), pinned->as<uint32_t>() + 100),
+              Each(1u));
 }
 
 TEST_F(RuntimeTest, EventsMeasureTheStream) {

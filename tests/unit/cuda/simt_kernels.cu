@@ -1,6 +1,5 @@
-#include "tests/unit/cuda/simt_kernels.h"
-
 #include "engine/cuda/simt.h"
+#include "tests/unit/cuda/simt_kernels.h"
 
 namespace ds4::cuda::testing {
 namespace {
@@ -72,24 +71,24 @@ template <typename T>
 __device__ uint32_t Word(const T* matrix, int columns, int row, int column) {
   uint32_t word = 0;
   for (int i = 0; i < static_cast<int>(4 / sizeof(T)); ++i) {
-    const uint32_t bits =
-        static_cast<uint32_t>(matrix[row * columns + column + i]) & (sizeof(T) == 1 ? 0xffu : 0xffffu);
+    const uint32_t bits = static_cast<uint32_t>(matrix[row * columns + column + i]) &
+                          (sizeof(T) == 1 ? 0xffu : 0xffffu);
     word |= bits << (8 * static_cast<int>(sizeof(T)) * i);
   }
   return word;
 }
 
 // Fragments of the PTX manual: a word holds `per_word` elements of K, K = 8 words.
-template <typename T, typename D, void (*kMma)(D (&)[4], const uint32_t (&)[4], const uint32_t (&)[2])>
+template <typename T, typename D,
+          void (*kMma)(D (&)[4], const uint32_t (&)[4], const uint32_t (&)[2])>
 __device__ void Multiply(const T* a, const T* b, const D* c, D* d) {
   constexpr int kPerWord = 4 / sizeof(T);
   constexpr int kColumns = 8 * kPerWord;
   const int g = static_cast<int>(threadIdx.x) / 4;
   const int t = static_cast<int>(threadIdx.x) % 4;
-  const uint32_t a_words[4] = {Word(a, kColumns, g, t * kPerWord),
-                               Word(a, kColumns, g + 8, t * kPerWord),
-                               Word(a, kColumns, g, (t + 4) * kPerWord),
-                               Word(a, kColumns, g + 8, (t + 4) * kPerWord)};
+  const uint32_t a_words[4] = {
+      Word(a, kColumns, g, t * kPerWord), Word(a, kColumns, g + 8, t * kPerWord),
+      Word(a, kColumns, g, (t + 4) * kPerWord), Word(a, kColumns, g + 8, (t + 4) * kPerWord)};
   const uint32_t b_words[2] = {Word(b, kColumns, g, t * kPerWord),
                                Word(b, kColumns, g, (t + 4) * kPerWord)};
   D sums[4];
@@ -261,8 +260,8 @@ void LaunchMmaS8(const LaunchContext& launch, const int8_t* a, const int8_t* b, 
                  int* d) {
   Launch(launch, 1, 32, 0, MmaS8Kernel, a, b, c, d);
 }
-void LaunchMmaBf16(const LaunchContext& launch, const uint16_t* a, const uint16_t* b, const float* c,
-                   float* d) {
+void LaunchMmaBf16(const LaunchContext& launch, const uint16_t* a, const uint16_t* b,
+                   const float* c, float* d) {
   Launch(launch, 1, 32, 0, MmaBf16Kernel, a, b, c, d);
 }
 void LaunchMmaF16(const LaunchContext& launch, const uint16_t* a, const uint16_t* b, const float* c,

@@ -21,8 +21,8 @@ void LaunchWiden(const LaunchContext& launch, const Widened& out);
 void LaunchNarrow(const LaunchContext& launch, const float* x, int count, uint16_t* half,
                   uint16_t* bf16, uint32_t* pairs);
 
-// x: [32] of one warp. out [lane][kExchanges]: from lane 3i, from lane ^ 5, from lane + 7, ballot of
-// x > 0, WarpSum, WarpMax.
+// x: [32] of one warp. out [lane][kExchanges]: from lane 3i, from lane ^ 5, from lane + 7, ballot
+// of x > 0, WarpSum, WarpMax.
 inline constexpr int kExchanges = 6;
 void LaunchExchange(const LaunchContext& launch, const float* x, float* out);
 
@@ -32,9 +32,10 @@ void LaunchIntegers(const LaunchContext& launch, const uint32_t* a, const uint32
                     uint32_t* out);
 
 // d = c + a b, row-major: a [16][K], b [8][K] (column n at b + n K), c, d [16][8].
-void LaunchMmaS8(const LaunchContext& launch, const int8_t* a, const int8_t* b, const int* c, int* d);
-void LaunchMmaBf16(const LaunchContext& launch, const uint16_t* a, const uint16_t* b, const float* c,
-                   float* d);
+void LaunchMmaS8(const LaunchContext& launch, const int8_t* a, const int8_t* b, const int* c,
+                 int* d);
+void LaunchMmaBf16(const LaunchContext& launch, const uint16_t* a, const uint16_t* b,
+                   const float* c, float* d);
 void LaunchMmaF16(const LaunchContext& launch, const uint16_t* a, const uint16_t* b, const float* c,
                   float* d);
 

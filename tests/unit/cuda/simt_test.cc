@@ -1,6 +1,6 @@
 // Goal: every name of simt.h means the same to nvcc on a GPU as to the emulator.
-// Method: one small kernel a name (simt_kernels.cu) against plain loops here. All expected values are
-// exact: inputs are chosen so that float sums do not round.
+// Method: one small kernel a name (simt_kernels.cu) against plain loops here. All expected values
+// are exact: inputs are chosen so that float sums do not round.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -23,15 +23,16 @@ namespace {
 class SimtTest : public DeviceTest {};
 
 bool SameFloat(float a, float b) {
-  return std::bit_cast<uint32_t>(a) == std::bit_cast<uint32_t>(b) || (std::isnan(a) && std::isnan(b));
+  return std::bit_cast<uint32_t>(a) == std::bit_cast<uint32_t>(b) ||
+         (std::isnan(a) && std::isnan(b));
 }
 
 TEST_F(SimtTest, WidensEveryHalfAndBf16) {
   constexpr int kPatterns = 65536;
   const DeviceBuffer half = Zeros(kPatterns * 4), bf16 = Zeros(kPatterns * 4);
   const DeviceBuffer half_pairs = Zeros(kPatterns * 8), bf16_pairs = Zeros(kPatterns * 8);
-  LaunchWiden(launch, {half.as<float>(), bf16.as<float>(), half_pairs.as<float>(),
-                       bf16_pairs.as<float>()});
+  LaunchWiden(launch,
+              {half.as<float>(), bf16.as<float>(), half_pairs.as<float>(), bf16_pairs.as<float>()});
   const auto halves = ToHost<float>(half), bf16s = ToHost<float>(bf16);
   const auto half_twice = ToHost<float>(half_pairs), bf16_twice = ToHost<float>(bf16_pairs);
   for (int i = 0; i < kPatterns; ++i) {
@@ -49,13 +50,16 @@ TEST_F(SimtTest, WidensEveryHalfAndBf16) {
 // Every half and the points between it and the next: exactly half way (ties go to even), and one
 // float to either side.
 std::vector<float> FloatsAroundHalves() {
-  std::vector<float> values = {0.0f, -0.0f, 65504.0f, 65519.9f, 65520.0f, 1e10f, 1e-10f, 3e38f,
-                               std::numeric_limits<float>::infinity(), 1e-40f, -1.0f / 3};
+  std::vector<float> values = {0.0f,     -0.0f,    65504.0f,
+                               65519.9f, 65520.0f, 1e10f,
+                               1e-10f,   3e38f,    std::numeric_limits<float>::infinity(),
+                               1e-40f,   -1.0f / 3};
   for (uint32_t bits = 0; bits < 0x7bff; bits += 7) {
     const float low = F16ToF32(static_cast<uint16_t>(bits));
     const float high = F16ToF32(static_cast<uint16_t>(bits + 1));
     const float middle = (low + high) / 2;
-    for (const float v : {low, middle, std::nextafter(middle, 0.0f), std::nextafter(middle, 1e6f)}) {
+    for (const float v :
+         {low, middle, std::nextafter(middle, 0.0f), std::nextafter(middle, 1e6f)}) {
       values.push_back(v);
       values.push_back(-v);
     }
@@ -129,7 +133,8 @@ TEST_F(SimtTest, Integers) {
     a.push_back(static_cast<uint32_t>(random()) >> (random() % 32));
     b.push_back(static_cast<uint32_t>(random()));
   }
-  const DeviceBuffer da = ToDevice(a), db = ToDevice(b), out = Zeros(a.size() * kIntegerResults * 4);
+  const DeviceBuffer da = ToDevice(a), db = ToDevice(b),
+                     out = Zeros(a.size() * kIntegerResults * 4);
   LaunchIntegers(launch, da.as<uint32_t>(), db.as<uint32_t>(), static_cast<int>(a.size()),
                  out.as<uint32_t>());
   const auto got = ToHost<uint32_t>(out);
@@ -173,7 +178,8 @@ TEST_F(SimtTest, MmaS8IsASumOfProducts) {
 }
 
 using NarrowFn = uint16_t(float);
-using LaunchMmaFn = void(const LaunchContext&, const uint16_t*, const uint16_t*, const float*, float*);
+using LaunchMmaFn = void(const LaunchContext&, const uint16_t*, const uint16_t*, const float*,
+                         float*);
 
 class MmaFloatTest : public SimtTest {
  protected:
