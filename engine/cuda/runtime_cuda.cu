@@ -27,7 +27,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kSpin = std::chrono::microseconds(20);  // then sleep between two looks
 constexpr auto kSleep = std::chrono::microseconds(50);
-constexpr size_t kSharedBytesWithoutAsking = 48 * 1024;
 constexpr uint64_t kMaxBlockThreads = 1024;
 constexpr int kOverlapCapability = 90;
 
@@ -402,7 +401,8 @@ bool SupportsOverlap() {
 int Prepare(const void* kernel, dim3 block, size_t bytes) {
   if (uint64_t{block.x} * block.y * block.z > kMaxBlockThreads)
     return cudaErrorInvalidConfiguration;
-  // The limit belongs to kernel and device; it only ever grows.
+  // The limit belongs to kernel and device; it only ever grows. Without asking it is 48 KiB less what
+  // the kernel declares itself, so ask always.
   static std::mutex mutex;
   static std::map<std::pair<int, const void*>, size_t> allowed;
   const std::lock_guard lock(mutex);
@@ -414,7 +414,6 @@ int Prepare(const void* kernel, dim3 block, size_t bytes) {
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (error != cudaSuccess) return error;
-    limit = kSharedBytesWithoutAsking;
   }
   if (bytes <= limit) return cudaSuccess;
   const cudaError_t error = cudaFuncSetAttribute(
