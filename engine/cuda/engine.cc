@@ -35,16 +35,6 @@ int GraphRows(int rows) {
   return kMaxFewRows;
 }
 
-bool HasF32Weights(const RankPlan& plan) {
-  for (const TensorSlice& slice : plan.slices) {
-    if (slice.dtype == DType::kF32 && slice.spec.dims.size() >= 2 &&
-        slice.spec.name.find("_q_b") != std::string::npos) {
-      return true;
-    }
-  }
-  return false;
-}
-
 }  // namespace
 
 CudaEngine::~CudaEngine() {
@@ -61,7 +51,7 @@ int64_t CudaEngine::ExchangeBytes() const {
   return std::max(sums, ChoiceMessageBytes(kMaxFewRows, config_.num_lanes));
 }
 
-Status CudaEngine::PlanMemory(const DeviceInfo& device, bool has_f32_weights) {
+Status CudaEngine::PlanMemory(const DeviceInfo& device, const GgufFile& file) {
   const RankPlan& own = plan_.ranks[comm_->rank()];
   TransformerOptions sizes;
   sizes.max_rows = options_.max_batch_rows;
@@ -69,13 +59,11 @@ Status CudaEngine::PlanMemory(const DeviceInfo& device, bool has_f32_weights) {
   sizes.slots = options_.max_sessions;
   sizes.kv_type = options_.kv_f32 ? KvType::kF32 : KvType::kBF16;
   sizes.deterministic = options_.deterministic;
-  ASSIGN_OR_RETURN(const std::unique_ptr<GgufFile> file, OpenEngineModel(options_));
   const bool experts_on_host = options_.expert_memory == ExpertMemory::kHost;
-  ASSIGN_OR_RETURN(const WeightBytes bytes,
-                   DeviceWeightBytes(config_, *file, own, experts_on_host));
+  ASSIGN_OR_RETURN(const WeightBytes bytes, DeviceWeightBytes(config_, file, own, experts_on_host));
   const int64_t weights = bytes.device;
   const int64_t scratch =
-      DeviceTransformer::ScratchBytes(config_, own, plan_.lanes, sizes, has_f32_weights);
+      DeviceTransformer::ScratchBytes(config_, own, plan_.lanes, sizes, bytes.has_f32_matrices);
   const int64_t caches = DeviceTransformer::CacheBytes(config_, sizes);
   const int64_t exchange =
       comm_->world_size() == 1 ? 0 : 3 * int64_t{comm_->world_size()} * ExchangeBytes();
@@ -111,7 +99,7 @@ Status CudaEngine::LoadModel(const LoadProgress& progress) {
   RETURN_IF_ERROR(CheckEngineOptions(options_, config_));
   ASSIGN_OR_RETURN(plan_, MakeShardPlan(config_, *file, comm_->lanes()));
   const RankPlan& own = plan_.ranks[comm_->rank()];
-  RETURN_IF_ERROR(PlanMemory(device, HasF32Weights(own)));
+  RETURN_IF_ERROR(PlanMemory(device, *file));
 
   ASSIGN_OR_RETURN(stream_, Stream::Create());
   DeviceGroup::Options group;

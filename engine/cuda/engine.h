@@ -62,7 +62,7 @@ class CudaEngine : public Engine {
   CudaEngine(const EngineOptions& options, Communicator* comm) : options_(options), comm_(comm) {}
   Status LoadModel(const LoadProgress& progress);
   int64_t ExchangeBytes() const;
-  Status PlanMemory(const DeviceInfo& device, bool has_f32_weights);
+  Status PlanMemory(const DeviceInfo& device, const GgufFile& file);
   Session& SessionOf(const StepPart& part) { return sessions_.at(part.session_id); }
 
   // Rows to the device, then one pass.

@@ -401,8 +401,8 @@ bool SupportsOverlap() {
 int Prepare(const void* kernel, dim3 block, size_t bytes) {
   if (uint64_t{block.x} * block.y * block.z > kMaxBlockThreads)
     return cudaErrorInvalidConfiguration;
-  // The limit belongs to kernel and device; it only ever grows. Without asking it is 48 KiB less what
-  // the kernel declares itself, so ask always.
+  // The limit belongs to kernel and device; it only ever grows. Without asking it is 48 KiB less
+  // what the kernel declares itself, so ask always.
   static std::mutex mutex;
   static std::map<std::pair<int, const void*>, size_t> allowed;
   const std::lock_guard lock(mutex);

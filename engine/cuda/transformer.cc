@@ -12,12 +12,6 @@ namespace {
 
 constexpr int64_t kHeadRows = kMaxFewRows;  // rows of logits at once
 
-bool AnyF32(const DeviceWeights& weights) {
-  const DeviceBlock& block = weights.blocks.front();
-  return block.attention.q_b.dtype == DType::kF32 || block.moe.gate.dtype == DType::kF32 ||
-         block.attention.q_a.dtype == DType::kF32 || weights.head.dtype == DType::kF32;
-}
-
 int64_t MaxVisible(const LayerConfig& layer, int64_t max_pos) {
   return layer.compress_ratio == 0 ? 0 : (max_pos + 1) / layer.compress_ratio;
 }
@@ -229,8 +223,7 @@ Result<std::unique_ptr<DeviceTransformer>> DeviceTransformer::Create(
   }
   std::unique_ptr<DeviceTransformer> made(
       new DeviceTransformer(config, plan, lanes, weights, options, group, stream, num_sms));
-  made->f32_weights_ = AnyF32(weights);
-  PassSizes(options, made->f32_weights_, made->few_rows_, made->many_rows_);
+  PassSizes(options, weights.has_f32_matrices, made->few_rows_, made->many_rows_);
   Workspace sizes;
   made->Plan(sizes);
   ASSIGN_OR_RETURN(made->memory_, DeviceBuffer::Allocate(sizes.used()));

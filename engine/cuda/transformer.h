@@ -129,7 +129,6 @@ class DeviceTransformer {
   int64_t few_rows_ = 0;
   int64_t many_rows_ = 0;
   int num_roots_ = 1;
-  bool f32_weights_ = false;
   DeviceBuffer memory_, cache_memory_;
   std::vector<LayerCache> caches_;
   RouterParams router_shape_;

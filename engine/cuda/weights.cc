@@ -32,8 +32,9 @@ class Loader {
   }
 
   Status Measure() { return Walk(); }
-  int64_t bytes() const { return used_; }
-  int64_t host_bytes() const { return host_used_; }
+  WeightBytes Measured() const {
+    return {used_ + kStagingBuffers * kStagingBytes, host_used_, weights_.has_f32_matrices};
+  }
   Status Fill(bool synthetic, int num_threads, Stream& stream, const Progress& progress);
   DeviceWeights Take() { return std::move(weights_); }
 
@@ -62,6 +63,7 @@ class Loader {
   }
   // For a stack of matrices, one for each expert or one in all.
   std::byte* ReserveMatrices(const Source& source, int64_t bytes) {
+    if (source.slice->dtype == DType::kF32) weights_.has_f32_matrices = true;
     if (!experts_on_host_ || source.experts == 1) return Reserve(bytes);
     std::byte* at = filling_ ? weights_.expert_memory.data() + host_used_ : nullptr;
     host_used_ += Aligned(bytes);
@@ -450,7 +452,7 @@ Result<WeightBytes> DeviceWeightBytes(const ModelConfig& config, const GgufFile&
                                       const RankPlan& plan, bool experts_on_host) {
   Loader loader(config, file, plan, experts_on_host);
   RETURN_IF_ERROR(loader.Measure());
-  return WeightBytes{loader.bytes() + kStagingBuffers * kStagingBytes, loader.host_bytes()};
+  return loader.Measured();
 }
 
 Result<DeviceWeights> LoadDeviceWeights(const ModelConfig& config, const GgufFile& file,

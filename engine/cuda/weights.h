@@ -66,7 +66,8 @@ struct DeviceWeights {
   std::vector<DeviceBlock> blocks;
   HcWeights head_hc;
   const float* norm = nullptr;
-  PackedMatrix head;  // [local_vocab, D]
+  PackedMatrix head;              // [local_vocab, D]
+  bool has_f32_matrices = false;  // among the packed ones: no tensor-core products then
 
   DeviceBuffer memory;
   PinnedBuffer expert_memory;  // routed experts, when they live in host memory
@@ -74,8 +75,9 @@ struct DeviceWeights {
 };
 
 struct WeightBytes {
-  int64_t device = 0;  // arena and staging
-  int64_t host = 0;    // pinned: routed experts, when they live there
+  int64_t device = 0;             // arena and staging
+  int64_t host = 0;               // pinned: routed experts, when they live there
+  bool has_f32_matrices = false;  // as DeviceWeights will have it
 };
 // What LoadDeviceWeights takes. kUnimplemented names the first tensor whose type has no device
 // kernels.
