@@ -677,23 +677,6 @@ __global__ void __launch_bounds__(kMaxRowThreads) RmsNormKernel(RowNorm norm, bo
   NormRow(norm, static_cast<int>(blockIdx.x), vectors, squares);
 }
 
-constexpr int kFormThreads = 256;
-__global__ void __launch_bounds__(kFormThreads)
-    FormActivationKernel(const float* x, int64_t stride, int segment_cols, int padded_cols,
-                         bool vectors, ActivationView out) {
-  LaunchDependents();
-  GridDependencyWait();
-  const int t = static_cast<int>(blockIdx.x);
-  const int c =
-      (static_cast<int>(blockIdx.y) * kFormThreads + static_cast<int>(threadIdx.x)) * kThreadCols;
-  if (c >= out.cols) return;  // whole warps: columns come in 256s
-  const int segment = c / padded_cols;
-  const float* from = x + t * stride + static_cast<int64_t>(segment) * segment_cols;
-  float v[kThreadCols];
-  LoadColumns(from, c - segment * padded_cols, segment_cols, vectors, v);
-  StoreForms(out, t, c, v);
-}
-
 // ---- Host ----
 
 HcShape ShapeOf(const HcParams& params) {
@@ -828,17 +811,6 @@ void LaunchRmsNorm(const LaunchContext& launch, const float* x, int64_t stride, 
   const RowNorm norm = {x, stride, cols, weight, eps, out};
   Launch(launch, static_cast<unsigned>(rows), RowThreads(out.cols), 0, RmsNormKernel, norm,
          VectorsFit(x, stride, cols));
-}
-
-void LaunchFormActivation(const LaunchContext& launch, const float* x, int64_t stride, int rows,
-                          int segments, int segment_cols, const ActivationView& out) {
-  const int padded = static_cast<int>(PaddedCols(segment_cols));
-  CHECK(out.cols == static_cast<int64_t>(segments) * padded)
-      << segments << " segments of " << padded << " columns into " << out.cols;
-  const unsigned blocks =
-      static_cast<unsigned>((out.cols / kThreadCols + kFormThreads - 1) / kFormThreads);
-  Launch(launch, dim3(static_cast<unsigned>(rows), blocks), kFormThreads, 0, FormActivationKernel,
-         x, stride, segment_cols, padded, VectorsFit(x, stride, segment_cols), out);
 }
 
 }  // namespace ds4::cuda

@@ -107,9 +107,4 @@ struct RowNorm {
 void LaunchRmsNorm(const LaunchContext& launch, const float* x, int64_t stride, int rows, int cols,
                    const float* weight, float eps, const ActivationView& out);
 
-// `segments` runs of `segment_cols` values at x + t * stride + s * segment_cols, into out's
-// segments of PaddedCols(segment_cols) columns, in the forms of `out`.
-void LaunchFormActivation(const LaunchContext& launch, const float* x, int64_t stride, int rows,
-                          int segments, int segment_cols, const ActivationView& out);
-
 }  // namespace ds4::cuda

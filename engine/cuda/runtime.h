@@ -24,7 +24,6 @@ struct DeviceInfo {
   int64_t total_bytes = 0;
   int64_t free_bytes = 0;
   int64_t l2_bytes = 0;
-  double memory_clock_bandwidth = 0;  // bytes/s by the device's own description; 0 unknown
 };
 
 // kUnavailable says why there is none (no driver, no device, driver too old).

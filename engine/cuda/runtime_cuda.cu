@@ -123,9 +123,6 @@ Result<DeviceInfo> DescribeDevice(int index) {
   info.num_sms = properties.multiProcessorCount;
   info.total_bytes = static_cast<int64_t>(properties.totalGlobalMem);
   info.l2_bytes = properties.l2CacheSize;
-  // Two transfers a clock of the bus; kHz and bits.
-  info.memory_clock_bandwidth = 2.0 * 1000.0 * Attribute(cudaDevAttrMemoryClockRate, index) *
-                                Attribute(cudaDevAttrGlobalMemoryBusWidth, index) / 8;
   ASSIGN_OR_RETURN(info.free_bytes, FreeBytes(info));
   return info;
 }

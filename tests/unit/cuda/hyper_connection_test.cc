@@ -528,27 +528,6 @@ TEST(HyperConnectionTest, RmsNormOfOddRows) {
   }
 }
 
-TEST(HyperConnectionTest, FormActivationPadsEachSegment) {
-  for (const auto& [segments, cols] : {std::pair{3, 40}, {1, 256}, {2, 300}, {4, 33}}) {
-    TestDevice device;
-    const int rows = 9, stride = segments * cols + 3;
-    const std::vector<float> x = RandomFloats(rows * stride, 1.0f, 95);
-    const DeviceBuffer dx = device.Upload(x);
-    const int64_t padded = PaddedCols(cols);
-    Forms forms(device, rows, segments * padded);
-    LaunchFormActivation(device.launch, dx.as<float>(), stride, rows, segments, cols, forms.view);
-    device.Finish();
-    const std::vector<float> got = CheckedForms(device, forms);
-    for (int t = 0; t < rows; ++t) {
-      for (int64_t i = 0; i < segments * padded; ++i) {
-        const int64_t c = i % padded;
-        const float want = c < cols ? x[t * stride + i / padded * cols + c] : 0.0f;
-        ASSERT_EQ(got[t * segments * padded + i], want) << "row " << t << " column " << i;
-      }
-    }
-  }
-}
-
 TEST(HyperConnectionTest, RopeTablesBesideTheEmbeddingHoldAtAMillion) {
   // One multiprocessor: several rows in a block.
   TestDevice device(1);
