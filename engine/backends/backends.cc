@@ -4,6 +4,7 @@
 
 #ifdef DS4_HAVE_CUDA
 #include "engine/cuda/cuda_backend.h"
+#include "engine/cuda/kernel_times.h"
 #endif
 
 namespace ds4 {
@@ -58,6 +59,25 @@ Result<BackendChoice> ChooseBackend(const std::string& text, int device) {
   if (backend == Backend::kCpu) return BackendChoice{Backend::kCpu, "cpu", 0};
   ASSIGN_OR_RETURN(const std::vector<DeviceSummary> devices, CudaDevices());
   return Cuda(devices, device);
+}
+
+Status StartKernelTimes() {
+#ifdef DS4_HAVE_CUDA
+  return cuda::StartKernelTimes();
+#else
+  return MissingBackendError(Backend::kCuda);
+#endif
+}
+
+Result<std::vector<KernelTime>> StopKernelTimes() {
+#ifdef DS4_HAVE_CUDA
+  ASSIGN_OR_RETURN(const std::vector<cuda::KernelTime> found, cuda::StopKernelTimes());
+  std::vector<KernelTime> times;
+  for (const cuda::KernelTime& time : found) times.push_back({time.name, time.us});
+  return times;
+#else
+  return MissingBackendError(Backend::kCuda);
+#endif
 }
 
 }  // namespace ds4

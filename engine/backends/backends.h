@@ -34,4 +34,14 @@ struct BackendChoice {
 // CudaDevices.
 Result<BackendChoice> ChooseBackend(const std::string& text, int device);
 
+// What one device kernel of a step took, until the next one had what it waits for.
+struct KernelTime {
+  std::string name;
+  double us = 0.0;
+};
+// Of the calling thread's device, kernels from the first call to the second, in order of execution.
+// kFailedPrecondition: not built with DS4_KERNEL_TIMES.
+Status StartKernelTimes();
+Result<std::vector<KernelTime>> StopKernelTimes();
+
 }  // namespace ds4

@@ -32,6 +32,10 @@ constexpr int kOverlapCapability = 90;
 
 thread_local int thread_device = 0;
 thread_local Status launch_status;
+#if defined(DS4_KERNEL_TIMES)
+std::mutex graph_mutex;
+std::map<const void*, std::vector<const void*>> graph_kernels;  // of every graph
+#endif
 
 std::string ErrorText(cudaError_t error) {
   return std::string(cudaGetErrorString(error)) + " (" + cudaGetErrorName(error) + ")";
@@ -355,7 +359,14 @@ Result<Graph> Graph::Capture(Stream& stream, const std::function<Status()>& work
   const cudaStream_t on = StreamOf(stream.handle());
   RETURN_IF_ERROR(ToStatus(cudaStreamBeginCapture(on, cudaStreamCaptureModeThreadLocal),
                            "cudaStreamBeginCapture"));
+#if defined(DS4_KERNEL_TIMES)
+  std::vector<const void*> kernels;
+  launch_internal::NoteCapture(&kernels);
+#endif
   const Status worked = work();
+#if defined(DS4_KERNEL_TIMES)
+  launch_internal::NoteCapture(nullptr);
+#endif
   const Status launched = LaunchStatus().WithContext("in the capture");
   cudaGraph_t recorded = nullptr;
   const Status ended = ToStatus(cudaStreamEndCapture(on, &recorded), "cudaStreamEndCapture");
@@ -369,12 +380,24 @@ Result<Graph> Graph::Capture(Stream& stream, const std::function<Status()>& work
   if (recorded != nullptr) (void)cudaGraphDestroy(recorded);
   RETURN_IF_ERROR(made);
   RETURN_IF_ERROR(ToStatus(cudaGraphUpload(GraphOf(graph.handle_), on), "cudaGraphUpload"));
+#if defined(DS4_KERNEL_TIMES)
+  {
+    const std::lock_guard lock(graph_mutex);
+    graph_kernels[graph.handle_] = std::move(kernels);
+  }
+#endif
   return {std::move(graph)};
 }
 Status Graph::Launch(Stream& stream) {
   if (handle_ == nullptr || stream.handle() == nullptr) {
     return FailedPreconditionError("launch of an empty graph or on an empty stream");
   }
+#if defined(DS4_KERNEL_TIMES)
+  {
+    const std::lock_guard lock(graph_mutex);
+    launch_internal::NoteGraph(graph_kernels[handle_]);
+  }
+#endif
   return ToStatus(cudaGraphLaunch(GraphOf(handle_), StreamOf(stream.handle())), "cudaGraphLaunch");
 }
 

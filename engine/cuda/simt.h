@@ -19,6 +19,10 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#if defined(DS4_KERNEL_TIMES)
+#include <vector>
+#endif
+
 // Declares `std::byte* name`: the block's dynamic shared memory, 128-byte aligned.
 #define DS4_DYNAMIC_SHARED(name)                                   \
   extern __shared__ __align__(128) std::byte ds4_dynamic_shared[]; \
@@ -134,11 +138,36 @@ __device__ __forceinline__ void LoadMatrix4Trans(uint32_t (&r)[4], const void* s
                : "memory");
 }
 
+__device__ __forceinline__ uint64_t GlobalTimerNs() {
+  uint64_t ns;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+#if defined(DS4_KERNEL_TIMES)
+// Where kernels note the time (kernel_times.h); each source file has one.
+struct KernelLog {
+  uint32_t* count;
+  uint64_t* ns;
+  uint32_t capacity;
+};
+namespace {
+__device__ KernelLog kernel_log;
+}
+#endif
+
 // Waits for the kernels before this one, and makes what they wrote visible. Before sm_90 a kernel
 // never starts early.
 __device__ __forceinline__ void GridDependencyWait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+#if defined(DS4_KERNEL_TIMES)
+  const KernelLog log = kernel_log;
+  if (log.ns != nullptr && (threadIdx.x | blockIdx.x | blockIdx.y | blockIdx.z) == 0) {
+    const uint32_t at = atomicAdd(log.count, 1u);
+    if (at < log.capacity) log.ns[at] = GlobalTimerNs();
+  }
 #endif
 }
 // Lets the next kernel start as soon as there is room for it.
@@ -178,12 +207,6 @@ __device__ __forceinline__ void StoreRelaxedSystem(WordPair* words, WordPair pai
                : "memory");
 }
 
-__device__ __forceinline__ uint64_t GlobalTimerNs() {
-  uint64_t ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
-
 // Internals of Launch, in runtime_cuda.cu.
 namespace launch_internal {
 // True when the thread's device can start a kernel before the one ahead of it has ended.
@@ -192,6 +215,15 @@ bool SupportsOverlap();
 // a cudaError_t.
 int Prepare(const void* kernel, dim3 block, size_t shared_bytes);
 void RecordError(int error, const void* kernel, dim3 grid, dim3 block, size_t shared_bytes);
+#if defined(DS4_KERNEL_TIMES)
+bool RegisterKernelLog(const void* symbol);
+void NoteLaunch(const void* kernel);
+void NoteCapture(std::vector<const void*>* kernels);
+void NoteGraph(const std::vector<const void*>& kernels);
+namespace {
+const bool kernel_log_registered = RegisterKernelLog(&kernel_log);
+}
+#endif
 }  // namespace launch_internal
 
 // Puts kernel(args...) on launch.stream. Errors: LaunchStatus().
@@ -212,6 +244,9 @@ void Launch(const LaunchContext& launch, dim3 grid, dim3 block, size_t dynamic_s
     config.attrs = &overlap;
     config.numAttrs = launch.overlap && launch_internal::SupportsOverlap() ? 1 : 0;
     error = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+#if defined(DS4_KERNEL_TIMES)
+    launch_internal::NoteLaunch(symbol);
+#endif
   }
   if (error != cudaSuccess) {
     launch_internal::RecordError(error, symbol, grid, block, dynamic_shared_bytes);

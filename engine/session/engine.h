@@ -17,7 +17,7 @@
 namespace ds4 {
 
 struct EngineStats {
-  int64_t weight_bytes = 0;     // held by this rank
+  int64_t weight_bytes = 0;  // held by this rank
   int64_t kv_bytes_per_session = 0;
   double load_seconds = 0.0;
   int64_t device_bytes = 0;     // of device memory, everything taken at start; 0 on the CPU

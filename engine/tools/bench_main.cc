@@ -33,7 +33,7 @@ Status WriteText(const std::string& path, const std::string& text) {
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
   file << text;
   file.close();
-  if (!file) return UnavailableError(StrCat("--csv-file: cannot write ", path));
+  if (!file) return UnavailableError(StrCat("cannot write ", path));
   return OkStatus();
 }
 
@@ -48,6 +48,10 @@ Status Run(BenchCommand command) {
   const std::string table =
       decode ? DecodeTable(header, results.decode) : PrefillTable(header, results.prefill);
   std::cout << (command.csv ? csv : table) << std::flush;
+  if (!results.kernels.empty()) {
+    std::cout << KernelTable(results.kernels) << std::flush;
+    RETURN_IF_ERROR(WriteText(command.kernels_file, KernelCsv(results.kernels)));
+  }
   return command.csv_file.empty() ? OkStatus() : WriteText(command.csv_file, csv);
 }
 

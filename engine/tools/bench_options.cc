@@ -105,6 +105,10 @@ void AddOutputOptions(CLI::App& app, BenchCommand& command) {
   app.add_flag("--csv", command.csv, "print comma-separated values in place of the table");
   app.add_option("--csv-file", command.csv_file, "write comma-separated values there too")
       ->type_name("PATH");
+  app.add_option("--kernels", command.kernels_file,
+                 "decode, in builds with DS4_KERNEL_TIMES: what each kernel of a step takes, as a "
+                 "table; each launch to this file")
+      ->type_name("PATH");
 }
 
 Status Check(const CLI::App& app, const Raw& raw, BenchCommand& command) {
@@ -151,6 +155,7 @@ Result<std::variant<BenchCommand, BenchHelp>> ParseBenchOptions(int argc, const 
     return InvalidArgumentError(StrCat(error.what(), "; see ds4-bench --help"));
   }
   if (prefill->parsed()) command.run.mode = BenchOptions::Mode::kPrefill;
+  command.run.kernels = !command.kernels_file.empty();
   RETURN_IF_ERROR(Check(app, raw, command));
   return std::variant<BenchCommand, BenchHelp>(std::move(command));
 }

@@ -15,6 +15,7 @@ struct BenchCommand {
   double bandwidth_gbps = -1.0;  // -1: by the backend
   bool csv = false;              // to stdout, in place of the table
   std::string csv_file;          // and, or, to this file
+  std::string kernels_file;      // each launch of a decode step
 };
 
 // --help: print this and end with 0.

@@ -1,9 +1,14 @@
 #include "engine/tools/bench_report.h"
 
+#include <cxxabi.h>
+
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <iomanip>
+#include <map>
 #include <sstream>
+#include <tuple>
 
 #include "engine/base/strings.h"
 
@@ -168,6 +173,59 @@ std::string PrefillCsv(const BenchHeader& header, const std::vector<PrefillRow>&
                         Fixed(row.seconds, 4), Fixed(row.comm_share, 4)};
     line.insert(line.end(), more.begin(), more.end());
     cells.push_back(std::move(line));
+  }
+  return Csv(cells);
+}
+
+std::string KernelName(const std::string& symbol) {
+  int status = 0;
+  char* plain = abi::__cxa_demangle(symbol.c_str(), nullptr, nullptr, &status);
+  std::string name = status == 0 ? plain : symbol;
+  std::free(plain);
+  for (const std::string_view noise :
+       {"void ", "(anonymous namespace)::", "ds4::cuda::", "(ds4::DType)"}) {
+    for (size_t at; (at = name.find(noise)) != std::string::npos;) name.erase(at, noise.size());
+  }
+  return name.substr(0, name.find('('));
+}
+
+std::string KernelTable(const std::vector<KernelRow>& rows) {
+  struct Sum {
+    int64_t launches = 0;
+    double us = 0.0;
+  };
+  std::map<std::pair<int64_t, int64_t>, std::map<std::string, Sum>> cases;
+  for (const KernelRow& row : rows) {
+    Sum& sum = cases[{row.context, row.batch}][row.kernel];
+    ++sum.launches;
+    sum.us += row.us;
+  }
+  std::vector<Cells> cells = {
+      {"context", "batch", "launches", "us each", "us/step", "share", "kernel"}};
+  for (const auto& [key, kernels] : cases) {
+    std::vector<std::pair<std::string, Sum>> sorted(kernels.begin(), kernels.end());
+    std::stable_sort(sorted.begin(), sorted.end(),
+                     [](const auto& a, const auto& b) { return a.second.us > b.second.us; });
+    Sum all;
+    for (const auto& [name, sum] : sorted) {
+      all.launches += sum.launches;
+      all.us += sum.us;
+    }
+    sorted.emplace_back("all", all);
+    for (const auto& [name, sum] : sorted) {
+      cells.push_back({StrCat(key.first), StrCat(key.second), StrCat(sum.launches),
+                       Fixed(sum.us / static_cast<double>(sum.launches), 2), Fixed(sum.us, 1),
+                       Fixed(100.0 * sum.us / all.us, 1) + " %", name});
+    }
+  }
+  return Table(cells);
+}
+
+std::string KernelCsv(const std::vector<KernelRow>& rows) {
+  std::vector<Cells> cells = {{"context", "batch", "launch", "kernel", "us"}};
+  for (const KernelRow& row : rows) {
+    cells.push_back(
+        {StrCat(row.context), StrCat(row.batch), StrCat(row.launch), row.kernel, Fixed(row.us, 3)});
   }
   return Csv(cells);
 }

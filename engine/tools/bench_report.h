@@ -42,6 +42,15 @@ struct PrefillRow {
   double comm_share = 0.0;
 };
 
+// One launch of a decode step, mean over some steps.
+struct KernelRow {
+  int64_t context = 0;
+  int64_t batch = 1;
+  int64_t launch = 0;  // from 0 in the order of execution
+  std::string kernel;
+  double us = 0.0;  // until the next one had what it waits for
+};
+
 // Weight bytes that one step of `rows` sessions reads on this rank: everything shared once, a row
 // of the embedding each, and of E experts the expected number that differ when each row takes k at
 // random, E * (1 - (1 - k / E)^rows).
@@ -51,5 +60,11 @@ std::string DecodeTable(const BenchHeader& header, const std::vector<DecodeRow>&
 std::string DecodeCsv(const BenchHeader& header, const std::vector<DecodeRow>& rows);
 std::string PrefillTable(const BenchHeader& header, const std::vector<PrefillRow>& rows);
 std::string PrefillCsv(const BenchHeader& header, const std::vector<PrefillRow>& rows);
+
+// "FastUpKernel<16, true>" of what the compiler calls a kernel.
+std::string KernelName(const std::string& symbol);
+// Kernels of one name together, by context and batch, the longest first.
+std::string KernelTable(const std::vector<KernelRow>& rows);
+std::string KernelCsv(const std::vector<KernelRow>& rows);
 
 }  // namespace ds4

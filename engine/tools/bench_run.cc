@@ -20,6 +20,8 @@ using Note = std::function<void(const std::string&)>;
 
 // Decoded before the clock counts: graphs, caches and clocks settle.
 constexpr int64_t kWarmUpTokens = 4;
+// Steps that kernel times are the mean of.
+constexpr int64_t kKernelSteps = 16;
 // Between two notes while loading.
 constexpr double kLoadNoteSeconds = 5.0;
 
@@ -31,6 +33,11 @@ double Median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   const size_t n = values.size();
   return n % 2 == 1 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
+}
+
+// What a session decodes after its context.
+int64_t MoreTokens(const BenchOptions& options) {
+  return kWarmUpTokens + options.tokens + (options.kernels ? kKernelSteps + 1 : 0);
 }
 
 std::vector<int32_t> RandomTokens(int64_t count, int64_t vocab, uint64_t seed) {
@@ -56,10 +63,11 @@ struct Time {
 // One rank's engine and what it measures. All ranks make the same calls in the same order.
 class Bench {
  public:
-  Bench(const BenchOptions& options, Engine* engine, int64_t vocab)
-      : options_(options), engine_(*engine), vocab_(vocab) {}
+  Bench(const BenchOptions& options, int rank, Engine* engine, int64_t vocab)
+      : options_(options), is_first_rank_(rank == 0), engine_(*engine), vocab_(vocab) {}
 
-  Result<DecodeRow> Decode(int64_t context, int64_t batch);
+  // With options.kernels, rank 0 adds a step's kernels to `kernels`.
+  Result<DecodeRow> Decode(int64_t context, int64_t batch, std::vector<KernelRow>& kernels);
   Result<PrefillRow> Prefill(int64_t prompt, int64_t chunk);
 
  private:
@@ -68,8 +76,10 @@ class Bench {
   // Each session decodes `count` tokens in one engine call; tokens_ and pos_ move on.
   Result<StepResult> DecodeRun(int64_t count);
   double DistinctPerStep(const StepResult& result) const;
+  Status TimeKernels(int64_t context, std::vector<KernelRow>& rows);
 
   const BenchOptions& options_;
+  const bool is_first_rank_;
   Engine& engine_;
   const int64_t vocab_;
   uint64_t sequence_ = 0;
@@ -136,7 +146,35 @@ double Bench::DistinctPerStep(const StepResult& result) const {
   return static_cast<double>(distinct * batch) / static_cast<double>(result.tokens.size());
 }
 
-Result<DecodeRow> Bench::Decode(int64_t context, int64_t batch) {
+Status Bench::TimeKernels(int64_t context, std::vector<KernelRow>& rows) {
+  if (!is_first_rank_) return DecodeRun(kKernelSteps + 1).status();
+  RETURN_IF_ERROR(StartKernelTimes());
+  RETURN_IF_ERROR(DecodeRun(kKernelSteps + 1).status());
+  ASSIGN_OR_RETURN(const std::vector<KernelTime> times, StopKernelTimes());
+  // The first step is not queued and has a few kernels less than the others, which are all alike.
+  // The very last kernel has no time.
+  const size_t total = times.size() + 1;
+  const size_t launches = (total + kKernelSteps) / (kKernelSteps + 1);
+  const size_t first_step = total - kKernelSteps * launches;
+  const size_t first_row = rows.size();
+  for (size_t i = 0; i < launches; ++i) {
+    KernelRow row;
+    row.context = context;
+    row.batch = static_cast<int64_t>(tokens_.size());
+    row.launch = static_cast<int64_t>(i);
+    row.kernel = KernelName(times[first_step + i].name);
+    rows.push_back(std::move(row));
+  }
+  std::vector<int> counts(launches);
+  for (size_t i = first_step; i < times.size(); ++i) {
+    rows[first_row + (i - first_step) % launches].us += times[i].us;
+    ++counts[(i - first_step) % launches];
+  }
+  for (size_t i = 0; i < launches; ++i) rows[first_row + i].us /= counts[i];
+  return OkStatus();
+}
+
+Result<DecodeRow> Bench::Decode(int64_t context, int64_t batch, std::vector<KernelRow>& kernels) {
   DecodeRow row;
   row.context = context;
   row.batch = batch;
@@ -144,7 +182,7 @@ Result<DecodeRow> Bench::Decode(int64_t context, int64_t batch) {
   Time fill;
   tokens_.assign(static_cast<size_t>(batch), 0);
   for (size_t i = 0; i < tokens_.size(); ++i) {
-    RETURN_IF_ERROR(engine_.OpenSession(i + 1, context + kWarmUpTokens + options_.tokens));
+    RETURN_IF_ERROR(engine_.OpenSession(i + 1, context + MoreTokens(options_)));
     ASSIGN_OR_RETURN(tokens_[i], Fill(i + 1, context, row.chunk, fill));
   }
   row.fill_tps = static_cast<double>(context * batch) / fill.seconds;
@@ -165,6 +203,7 @@ Result<DecodeRow> Bench::Decode(int64_t context, int64_t batch) {
     }
     done += count;
   }
+  if (options_.kernels) RETURN_IF_ERROR(TimeKernels(context, kernels));
   for (size_t i = 0; i < tokens_.size(); ++i) RETURN_IF_ERROR(engine_.CloseSession(i + 1));
   row.step_seconds = Median(step_seconds);
   row.distinct = Median(distinct);
@@ -184,7 +223,7 @@ EngineOptions EngineOptionsFor(const BenchOptions& options, int rank) {
   EngineOptions engine = options.engine;
   engine.device = (engine.device + rank) % options.num_devices;
   if (options.mode == BenchOptions::Mode::kDecode) {
-    engine.max_context = Largest(options.contexts) + kWarmUpTokens + options.tokens;
+    engine.max_context = Largest(options.contexts) + MoreTokens(options);
     engine.max_sessions = static_cast<int>(Largest(options.batches));
     engine.max_batch_rows = std::max(options.chunks[0], Largest(options.batches));
   } else {
@@ -235,7 +274,8 @@ Status MeasureAll(const BenchOptions& options, Bench& bench, const Note& note,
   }
   for (const int64_t context : options.contexts) {
     for (const int64_t batch : options.batches) {
-      ASSIGN_OR_RETURN(results.decode.emplace_back(), bench.Decode(context, batch));
+      ASSIGN_OR_RETURN(results.decode.emplace_back(),
+                       bench.Decode(context, batch, results.kernels));
       note(StrCat("decode at ", context, ", batch ", batch, ": ",
                   Fixed(static_cast<double>(batch) / results.decode.back().step_seconds, 1),
                   " tokens/s"));
@@ -255,7 +295,7 @@ Status RunRank(const BenchOptions& options, std::unique_ptr<Transport> transport
   if (status.ok()) {
     results.header.backend = (*engine)->stats().backend;
     note(LoadedText((*engine)->stats()));
-    Bench bench(options, engine->get(), vocab);
+    Bench bench(options, rank, engine->get(), vocab);
     status = MeasureAll(options, bench, note, results);
   }
   // Peers that wait for us learn of it at once.
@@ -265,7 +305,7 @@ Status RunRank(const BenchOptions& options, std::unique_ptr<Transport> transport
 
 Status CheckOptions(const BenchOptions& options, const ModelConfig& config) {
   const bool decode = options.mode == BenchOptions::Mode::kDecode;
-  const int64_t more = decode ? kWarmUpTokens + options.tokens : 0;
+  const int64_t more = decode ? MoreTokens(options) : 0;
   for (const int64_t length : decode ? options.contexts : options.prompts) {
     if (length < 1 || length + more > config.context_length) {
       return InvalidArgumentError(StrCat(decode ? "context " : "prompt ", length, " plus ", more,

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/backends/backends.h"
 #include "engine/base/status.h"
 #include "engine/session/engine_options.h"
 #include "engine/tools/bench_report.h"
@@ -26,6 +27,7 @@ struct BenchOptions {
   int64_t tokens = 32;       // measured ones of each session
   int64_t steps = 64;        // of one engine call: what the engine may queue ahead
   float temperature = 0.0f;  // 0: greedy
+  bool kernels = false;      // then a few more steps, kernel by kernel
 
   // Prefill: every pair of prompt and chunk; decode fills contexts with the first chunk.
   std::vector<int64_t> prompts = {1024};
@@ -38,6 +40,7 @@ struct BenchResults {
   BenchHeader header;
   std::vector<DecodeRow> decode;
   std::vector<PrefillRow> prefill;
+  std::vector<KernelRow> kernels;  // of rank 0, for every decode row
 };
 
 // `note` gets lines on what is going on. Tokens are random ids: speed does not depend on the text

@@ -35,8 +35,8 @@ void RunRanks(const std::string& gguf_path, int world_size, int threads,
 // Rank-local logits of all ranks put together: [rows, vocab], on every rank.
 std::vector<float> GatherLogits(TestRank& rank, const float* local, int64_t rows);
 
-// The source tree: the environment variable DS4_SOURCE_DIR on machines that only got the binaries and
-// the data, else where this was built.
+// The source tree: the environment variable DS4_SOURCE_DIR on machines that only got the binaries
+// and the data, else where this was built.
 std::string SourceDir();
 std::string GoldenData();  // tests/golden/tiny_v4.safetensors
 

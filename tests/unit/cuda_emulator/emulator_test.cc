@@ -39,9 +39,10 @@ using EmulatorDeathTest = EmulatorTest;
 
 // Which kernel, which block, which thread.
 TEST_F(EmulatorDeathTest, AThreadThatDoesNotWaitForTheKernelBefore) {
-  EXPECT_DEATH(Run(Misuse::kNoDependencyWait),
-               "ended without GridDependencyWait.*\n.*misuse_kernels.cu:[0-9]+, block \\(0, 0, 0\\) "
-               "of \\(2, 1, 1\\), thread \\(5, 0, 0\\) of \\(64, 1, 1\\)");
+  EXPECT_DEATH(
+      Run(Misuse::kNoDependencyWait),
+      "ended without GridDependencyWait.*\n.*misuse_kernels.cu:[0-9]+, block \\(0, 0, 0\\) "
+      "of \\(2, 1, 1\\), thread \\(5, 0, 0\\) of \\(64, 1, 1\\)");
 }
 
 TEST_F(EmulatorDeathTest, ALaneThatEndsWhileOthersExchange) {
@@ -76,7 +77,8 @@ TEST_F(EmulatorDeathTest, WarpsThatAreNotWhole) {
 TEST_F(EmulatorDeathTest, AddressesThatAreNotAligned) {
   EXPECT_DEATH(Run(Misuse::kUnalignedCopy), "CopyAsync16 from an address that is not 16-byte");
   EXPECT_DEATH(Run(Misuse::kUnalignedLoad), "16-byte load that is not");
-  EXPECT_DEATH(Run(Misuse::kUnalignedMatrixRow), "matrix row that is not .*\n.*thread \\(1, 0, 0\\)");
+  EXPECT_DEATH(Run(Misuse::kUnalignedMatrixRow),
+               "matrix row that is not .*\n.*thread \\(1, 0, 0\\)");
 }
 
 #if defined(__SANITIZE_ADDRESS__)

@@ -1,6 +1,5 @@
-#include "tests/unit/cuda_emulator/misuse_kernels.h"
-
 #include "engine/cuda/simt.h"
+#include "tests/unit/cuda_emulator/misuse_kernels.h"
 
 namespace ds4::cuda::testing {
 namespace {
@@ -102,17 +101,26 @@ __global__ void ReadAt(const uint32_t* data, int index, bool from_shared, uint32
 void LaunchMisuse(const LaunchContext& launch, Misuse misuse, std::byte* data) {
   constexpr size_t kShared = 1024;
   switch (misuse) {
-    case Misuse::kNoDependencyWait: return Launch(launch, 2, 64, kShared, NoDependencyWait, data);
-    case Misuse::kLaneMissing: return Launch(launch, 2, 64, kShared, LaneMissing, data);
-    case Misuse::kTwoOperationsMeet: return Launch(launch, 2, 64, kShared, TwoOperationsMeet, data);
-    case Misuse::kTwoBarriersMeet: return Launch(launch, 2, 64, kShared, TwoBarriersMeet, data);
-    case Misuse::kThreadMissing: return Launch(launch, 2, 64, kShared, ThreadMissing, data);
+    case Misuse::kNoDependencyWait:
+      return Launch(launch, 2, 64, kShared, NoDependencyWait, data);
+    case Misuse::kLaneMissing:
+      return Launch(launch, 2, 64, kShared, LaneMissing, data);
+    case Misuse::kTwoOperationsMeet:
+      return Launch(launch, 2, 64, kShared, TwoOperationsMeet, data);
+    case Misuse::kTwoBarriersMeet:
+      return Launch(launch, 2, 64, kShared, TwoBarriersMeet, data);
+    case Misuse::kThreadMissing:
+      return Launch(launch, 2, 64, kShared, ThreadMissing, data);
     case Misuse::kWarpAndBlockBarrier:
       return Launch(launch, 2, 64, kShared, WarpAndBlockBarrier, data);
-    case Misuse::kPartOfAWarp: return Launch(launch, 2, 48, kShared, Nothing, data);
-    case Misuse::kPartOfTheMask: return Launch(launch, 2, 64, kShared, PartOfTheMask, data);
-    case Misuse::kUnalignedCopy: return Launch(launch, 2, 64, kShared, UnalignedCopy, data);
-    case Misuse::kUnalignedLoad: return Launch(launch, 2, 64, kShared, UnalignedLoad, data);
+    case Misuse::kPartOfAWarp:
+      return Launch(launch, 2, 48, kShared, Nothing, data);
+    case Misuse::kPartOfTheMask:
+      return Launch(launch, 2, 64, kShared, PartOfTheMask, data);
+    case Misuse::kUnalignedCopy:
+      return Launch(launch, 2, 64, kShared, UnalignedCopy, data);
+    case Misuse::kUnalignedLoad:
+      return Launch(launch, 2, 64, kShared, UnalignedLoad, data);
     case Misuse::kUnalignedMatrixRow:
       return Launch(launch, 2, 64, kShared, UnalignedMatrixRow, data);
   }
