@@ -13,6 +13,7 @@
 #include "engine/cuda/hyper_connection.h"
 #include "engine/cuda/row_forms.cuh"
 #include "engine/cuda/simt.h"
+#include "engine/cuda/sinkhorn.cuh"
 
 namespace ds4::cuda {
 namespace {
@@ -442,112 +443,6 @@ __global__ void __launch_bounds__(kPartThreads)
 
 __device__ __forceinline__ float Logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// scale[i] / denominator: factors of rows or columns of a matrix, so that no step needs a division.
-struct Factors {
-  float scale[kStreams];
-  float denominator;
-};
-
-// One normalisation of `matrix[i][j] * own.scale[i] * other.scale[j] / (denominators)` over j: each
-// row divided by its sum + eps. With d_i = own_i * sum_j matrix[i][j] other_j + eps * denominators
-// that is own_i := own_i * other.denominator / d_i, written over the common denominator d_0 d_1 d_2
-// d_3, and brought back to the size of 1 by a power of two. d / denominators lies in [eps, H +
-// eps], so nothing leaves the range of float32.
-template <typename Entry>
-__device__ __forceinline__ void Normalise(int streams, float eps, const Factors& other,
-                                          Factors& own, Entry matrix) {
-  const float floor = eps * (own.denominator * other.denominator);
-  float d[kStreams];
-#pragma unroll
-  for (int i = 0; i < kStreams; ++i) {
-    float sum = matrix(i, 0) * other.scale[0];
-#pragma unroll
-    for (int j = 1; j < kStreams; ++j) sum = fmaf(matrix(i, j), other.scale[j], sum);
-    d[i] = fmaf(own.scale[i], sum, floor);
-  }
-  if (streams < kStreams) {
-#pragma unroll
-    for (int i = 1; i < kStreams; ++i) d[i] = i < streams ? d[i] : 1.0f;
-  }
-  const float low = d[0] * d[1], high = d[2] * d[3];
-  const float product = low * high;
-  const float unit = __uint_as_float(0x7f000000u - (__float_as_uint(product) & 0x7f800000u));
-  const float factor = other.denominator * unit;
-  // Everything but the factor is ready before the power of two is.
-  own.scale[0] = own.scale[0] * (d[1] * high) * factor;
-  own.scale[1] = own.scale[1] * (d[0] * high) * factor;
-  own.scale[2] = own.scale[2] * (low * d[3]) * factor;
-  own.scale[3] = own.scale[3] * (low * d[2]) * factor;
-  own.denominator = product * unit;
-}
-
-// A matrix that Sinkhorn balances, entry (i, j) times the factors of row i and column j. The
-// latency of this chain bounds HcPre, so all lanes carry the whole matrix: no step has a shuffle.
-struct Balance {
-  float c[kStreams][kStreams];
-  Factors row, column;
-};
-
-// Softmax of each row, + eps. z: lane 2H + H i + j holds C[i][j].
-__device__ __forceinline__ void StartSinkhorn(float z, int streams, float eps, Balance& m) {
-  float sums[kStreams];
-#pragma unroll
-  for (int i = 0; i < kStreams; ++i) {
-    float top = -INFINITY;
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) {
-      m.c[i][j] = __shfl_sync(kFullMask, z, (streams * (2 + i) + j) % kWarpSize);
-      if (j < streams) top = fmaxf(top, m.c[i][j]);
-    }
-    float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) {
-      m.c[i][j] = i < streams && j < streams ? expf(m.c[i][j] - top) : 0.0f;
-      sum += m.c[i][j];
-    }
-    // e / sum + eps = (e + eps * sum) / sum: the division becomes the row's first factor.
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) {
-      if (i < streams && j < streams) m.c[i][j] = fmaf(eps, sum, m.c[i][j]);
-    }
-    sums[i] = i < streams ? sum : 1.0f;
-    m.column.scale[i] = 1.0f;
-  }
-  const float low = sums[0] * sums[1], high = sums[2] * sums[3];
-  m.row.scale[0] = sums[1] * high;
-  m.row.scale[1] = sums[0] * high;
-  m.row.scale[2] = low * sums[3];
-  m.row.scale[3] = low * sums[2];
-  m.row.denominator = low * high;
-  m.column.denominator = 1.0f;
-}
-
-// The rest of spec 2.2, step 4: columns, then rows and columns in turn. Lane H i + j gets
-// comb[i][j].
-__device__ __forceinline__ float FinishSinkhorn(int streams, int iterations, float eps,
-                                                Balance& m) {
-  const auto by_row = [&m](int i, int j) { return m.c[i][j]; };
-  const auto by_column = [&m](int j, int i) { return m.c[i][j]; };
-  Normalise(streams, eps, m.row, m.column, by_column);
-#pragma unroll 1
-  for (int n = 1; n < iterations; ++n) {
-    Normalise(streams, eps, m.column, m.row, by_row);
-    Normalise(streams, eps, m.row, m.column, by_column);
-  }
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  float entry = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kStreams; ++i) {
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) {
-      if (i < streams && j < streams && lane == streams * i + j) {
-        entry = m.c[i][j] * (m.row.scale[i] * m.column.scale[j]);
-      }
-    }
-  }
-  return entry / (m.row.denominator * m.column.denominator);
-}
-
 // This thread's warp's share of the partials: lane i adds slot i of parts warp, warp + 16, ...; the
 // loads of the first eight come back in `ahead`.
 __device__ __forceinline__ void LoadPartials(const float* partial, int parts, int rows, int row,
@@ -651,10 +546,6 @@ __global__ void __launch_bounds__(kMaxRowThreads)
   }
   const float square = WarpSum(SumOfSquares(v));
   if (worker && lane == 0) squares[warp] = square;
-  Balance balance;
-  if constexpr (!kHead) {
-    if (!worker) StartSinkhorn(z, h, shape.hc_eps, balance);
-  }
   __syncthreads();
 
   if (worker) {
@@ -665,9 +556,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     ScaleColumns(1.0f / sqrtf(mean_square + shape.norm_eps), weight, v);
     if (c < out.cols) StoreForms(out, t, c, v);
   } else if constexpr (!kHead) {
-    if (lane >= h && lane < 2 * h) mix.post[t * h + lane - h] = 2.0f * gate;
-    const float comb = FinishSinkhorn(h, shape.iterations, shape.hc_eps, balance);
-    if (lane < h * h) mix.comb[t * h * h + lane] = comb;
+    BalanceRow({nullptr, mix, rows, h, shape.iterations, shape.hc_eps}, t, z);
   }
 }
 
