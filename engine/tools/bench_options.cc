@@ -105,9 +105,10 @@ void AddOutputOptions(CLI::App& app, BenchCommand& command) {
   app.add_flag("--csv", command.csv, "print comma-separated values in place of the table");
   app.add_option("--csv-file", command.csv_file, "write comma-separated values there too")
       ->type_name("PATH");
-  app.add_option("--kernels", command.kernels_file,
-                 "decode, in builds with DS4_KERNEL_TIMES: what each kernel of a step takes, as a "
-                 "table; each launch to this file")
+  app.add_option(
+         "--kernels", command.kernels_file,
+         "cuda, in builds with DS4_KERNEL_TIMES: what each kernel of a decode step or a prompt "
+         "takes, as a table; each launch to this file")
       ->type_name("PATH");
 }
 

@@ -196,12 +196,11 @@ std::string KernelTable(const std::vector<KernelRow>& rows) {
   };
   std::map<std::pair<int64_t, int64_t>, std::map<std::string, Sum>> cases;
   for (const KernelRow& row : rows) {
-    Sum& sum = cases[{row.context, row.batch}][row.kernel];
+    Sum& sum = cases[{row.length, row.rows}][row.kernel];
     ++sum.launches;
     sum.us += row.us;
   }
-  std::vector<Cells> cells = {
-      {"context", "batch", "launches", "us each", "us/step", "share", "kernel"}};
+  std::vector<Cells> cells = {{"length", "rows", "launches", "us each", "us", "share", "kernel"}};
   for (const auto& [key, kernels] : cases) {
     std::vector<std::pair<std::string, Sum>> sorted(kernels.begin(), kernels.end());
     std::stable_sort(sorted.begin(), sorted.end(),
@@ -222,10 +221,10 @@ std::string KernelTable(const std::vector<KernelRow>& rows) {
 }
 
 std::string KernelCsv(const std::vector<KernelRow>& rows) {
-  std::vector<Cells> cells = {{"context", "batch", "launch", "kernel", "us"}};
+  std::vector<Cells> cells = {{"length", "rows", "launch", "kernel", "us"}};
   for (const KernelRow& row : rows) {
     cells.push_back(
-        {StrCat(row.context), StrCat(row.batch), StrCat(row.launch), row.kernel, Fixed(row.us, 3)});
+        {StrCat(row.length), StrCat(row.rows), StrCat(row.launch), row.kernel, Fixed(row.us, 3)});
   }
   return Csv(cells);
 }

@@ -42,10 +42,10 @@ struct PrefillRow {
   double comm_share = 0.0;
 };
 
-// One launch of a decode step, mean over some steps.
+// One launch of a decode step, mean over some steps; or one of a whole prompt.
 struct KernelRow {
-  int64_t context = 0;
-  int64_t batch = 1;
+  int64_t length = 0;  // context, or prompt
+  int64_t rows = 1;    // batch, or chunk
   int64_t launch = 0;  // from 0 in the order of execution
   std::string kernel;
   double us = 0.0;  // until the next one had what it waits for
@@ -63,7 +63,7 @@ std::string PrefillCsv(const BenchHeader& header, const std::vector<PrefillRow>&
 
 // "FastUpKernel<16, true>" of what the compiler calls a kernel.
 std::string KernelName(const std::string& symbol);
-// Kernels of one name together, by context and batch, the longest first.
+// Kernels of one name together, by length and rows, the longest first.
 std::string KernelTable(const std::vector<KernelRow>& rows);
 std::string KernelCsv(const std::vector<KernelRow>& rows);
 

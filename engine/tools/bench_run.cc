@@ -68,11 +68,12 @@ class Bench {
 
   // With options.kernels, rank 0 adds a step's kernels to `kernels`.
   Result<DecodeRow> Decode(int64_t context, int64_t batch, std::vector<KernelRow>& kernels);
-  Result<PrefillRow> Prefill(int64_t prompt, int64_t chunk);
+  Result<PrefillRow> Prefill(int64_t prompt, int64_t chunk, std::vector<KernelRow>& kernels);
 
  private:
   // Runs random tokens as the session's first `count`, and gives the token drawn after them.
   Result<int32_t> Fill(uint64_t session, int64_t count, int64_t chunk, Time& time);
+  Status RunPrompt(int64_t prompt, int64_t chunk, Time& time);
   // Each session decodes `count` tokens in one engine call; tokens_ and pos_ move on.
   Result<StepResult> DecodeRun(int64_t count);
   double DistinctPerStep(const StepResult& result) const;
@@ -159,8 +160,8 @@ Status Bench::TimeKernels(int64_t context, std::vector<KernelRow>& rows) {
   const size_t first_row = rows.size();
   for (size_t i = 0; i < launches; ++i) {
     KernelRow row;
-    row.context = context;
-    row.batch = static_cast<int64_t>(tokens_.size());
+    row.length = context;
+    row.rows = static_cast<int64_t>(tokens_.size());
     row.launch = static_cast<int64_t>(i);
     row.kernel = KernelName(times[first_step + i].name);
     rows.push_back(std::move(row));
@@ -211,11 +212,27 @@ Result<DecodeRow> Bench::Decode(int64_t context, int64_t batch, std::vector<Kern
   return row;
 }
 
-Result<PrefillRow> Bench::Prefill(int64_t prompt, int64_t chunk) {
+Status Bench::RunPrompt(int64_t prompt, int64_t chunk, Time& time) {
   RETURN_IF_ERROR(engine_.OpenSession(1, prompt));
-  Time time;
   RETURN_IF_ERROR(Fill(1, prompt, chunk, time).status());
-  RETURN_IF_ERROR(engine_.CloseSession(1));
+  return engine_.CloseSession(1);
+}
+
+Result<PrefillRow> Bench::Prefill(int64_t prompt, int64_t chunk, std::vector<KernelRow>& kernels) {
+  Time time;
+  RETURN_IF_ERROR(RunPrompt(prompt, chunk, time));
+  if (options_.kernels) {
+    if (is_first_rank_) RETURN_IF_ERROR(StartKernelTimes());
+    Time again;
+    RETURN_IF_ERROR(RunPrompt(prompt, chunk, again));
+    if (is_first_rank_) {
+      ASSIGN_OR_RETURN(const std::vector<KernelTime> times, StopKernelTimes());
+      for (size_t i = 0; i < times.size(); ++i) {
+        kernels.push_back(
+            {prompt, chunk, static_cast<int64_t>(i), KernelName(times[i].name), times[i].us});
+      }
+    }
+  }
   return PrefillRow{prompt, chunk, time.seconds, time.comm_share()};
 }
 
@@ -261,10 +278,12 @@ Status MeasureAll(const BenchOptions& options, Bench& bench, const Note& note,
   if (options.mode == BenchOptions::Mode::kPrefill) {
     // The first step of an engine pays for what later ones find ready.
     const int64_t first = std::min(options.prompts[0], options.chunks[0]);
-    RETURN_IF_ERROR(bench.Prefill(first, options.chunks[0]).status());
+    std::vector<KernelRow> unused;
+    RETURN_IF_ERROR(bench.Prefill(first, options.chunks[0], unused).status());
     for (const int64_t prompt : options.prompts) {
       for (const int64_t chunk : options.chunks) {
-        ASSIGN_OR_RETURN(results.prefill.emplace_back(), bench.Prefill(prompt, chunk));
+        ASSIGN_OR_RETURN(results.prefill.emplace_back(),
+                         bench.Prefill(prompt, chunk, results.kernels));
         note(StrCat("prefill of ", prompt, " in chunks of ", chunk, ": ",
                     Fixed(static_cast<double>(prompt) / results.prefill.back().seconds, 1),
                     " tokens/s"));

@@ -27,7 +27,9 @@ struct BenchOptions {
   int64_t tokens = 32;       // measured ones of each session
   int64_t steps = 64;        // of one engine call: what the engine may queue ahead
   float temperature = 0.0f;  // 0: greedy
-  bool kernels = false;      // then a few more steps, kernel by kernel
+
+  // Both: then the same again, kernel by kernel.
+  bool kernels = false;
 
   // Prefill: every pair of prompt and chunk; decode fills contexts with the first chunk.
   std::vector<int64_t> prompts = {1024};
@@ -40,7 +42,7 @@ struct BenchResults {
   BenchHeader header;
   std::vector<DecodeRow> decode;
   std::vector<PrefillRow> prefill;
-  std::vector<KernelRow> kernels;  // of rank 0, for every decode row
+  std::vector<KernelRow> kernels;  // of rank 0, for every row above
 };
 
 // `note` gets lines on what is going on. Tokens are random ids: speed does not depend on the text
