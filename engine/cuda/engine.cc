@@ -42,13 +42,14 @@ CudaEngine::~CudaEngine() {
   if (stream_.handle() != nullptr) (void)stream_.Synchronize(std::chrono::seconds(30));
 }
 
-// The largest message of a rank: its roots for all rows of a few-row pass, or its sum for many
-// rows.
+// The largest message of a rank: its roots for all rows of a few-row pass, its sum for many rows,
+// or its logits of all rows that draw.
 int64_t CudaEngine::ExchangeBytes() const {
   const int64_t few = std::min<int64_t>(options_.max_batch_rows, kMaxFewRows);
   const int64_t sums = std::max(few * MostRoots(plan_.lanes), options_.max_batch_rows) *
                        config_.hidden_dim * int64_t{sizeof(float)};
-  return std::max(sums, ChoiceMessageBytes(kMaxFewRows, config_.num_lanes));
+  const int64_t logits = few * MostVocab(config_, plan_.lanes) * int64_t{sizeof(float)};
+  return std::max({sums, logits, ChoiceMessageBytes(kMaxFewRows, config_.num_lanes)});
 }
 
 Status CudaEngine::PlanMemory(const DeviceInfo& device, const GgufFile& file) {
@@ -138,6 +139,8 @@ Status CudaEngine::LoadModel(const LoadProgress& progress) {
   identity_ = row_index_ + rows;
   step_counter_ = reinterpret_cast<uint32_t*>(identity_ + kMaxFewRows);
   step_ = {token_, pos_, slot_};
+  ASSIGN_OR_RETURN(draw_memory_, DeviceBuffer::Allocate(kMaxFewRows * int64_t{sizeof(DrawRow)}));
+  ASSIGN_OR_RETURN(draw_staging_, PinnedBuffer::Allocate(kMaxFewRows * int64_t{sizeof(DrawRow)}));
   ASSIGN_OR_RETURN(staging_, PinnedBuffer::Allocate(4 * rows * int64_t{sizeof(int32_t)}));
   ASSIGN_OR_RETURN(host_logits_,
                    PinnedBuffer::Allocate(std::min<int64_t>(rows, kMaxFewRows) *
@@ -258,30 +261,105 @@ Status CudaEngine::Score(const StepPlan& plan, const std::vector<int>& parts, St
   return OkStatus();
 }
 
+Result<bool> CudaEngine::SetDraws(const StepPlan& plan, const std::vector<int32_t>& parts,
+                                  int padded) {
+  bool any = false;
+  auto* host = draw_staging_.as<DrawRow>();  // no copy of it is under way: SetRows has waited
+  for (int i = 0; i < padded; ++i) {
+    host[i] = DrawRow{};
+    if (i >= static_cast<int>(parts.size())) continue;
+    const SamplingParams& p = plan.parts[parts[i]].sampling;
+    host[i] = {p.temperature, p.top_p, p.min_p, p.top_k, p.seed};
+    any = any || p.temperature > 0.0f;
+  }
+  if (any) {
+    RETURN_IF_ERROR(stream_.CopyToDevice(draw_memory_.data(), host,
+                                         padded * static_cast<int64_t>(sizeof(DrawRow))));
+  }
+  return any;
+}
+
+DecodeQueue CudaEngine::Queue() const {
+  DecodeQueue queue;
+  queue.token = token_;
+  queue.pos = pos_;
+  queue.slot = slot_;
+  queue.record = record_;
+  queue.record_flags = record_flags_;
+  queue.step_counter = step_counter_;
+  queue.ring_steps = kRingSteps;
+  queue.last_pos = static_cast<int32_t>(options_.max_context - 1);
+  return queue;
+}
+
+Result<const TokenRecord*> CudaEngine::ChooseTokens(const StepPlan& plan,
+                                                    std::span<const Draw> draws, int pass_rows) {
+  const int count = static_cast<int>(draws.size());
+  std::vector<Row> rows;
+  std::vector<int32_t> parts;
+  for (const Draw& draw : draws) {
+    // Only for the draw's position: no slot, so that nothing moves.
+    const Session& session = SessionOf(plan.parts[draw.part]);
+    rows.push_back({0, static_cast<int32_t>(session.position.n() - 1), -1});
+    parts.push_back(draw.part);
+  }
+  RETURN_IF_ERROR(SetRows(rows, count));
+  auto* index = staging_.as<int32_t>() + 3 * count;
+  for (int i = 0; i < count; ++i) index[i] = draws[i].row;
+  RETURN_IF_ERROR(stream_.CopyToDevice(row_index_, index, count * int64_t{sizeof(int32_t)}));
+  ASSIGN_OR_RETURN(const bool drawn, SetDraws(plan, parts, count));
+  RETURN_IF_ERROR(transformer_->Logits(row_index_, count, pass_rows));
+  RETURN_IF_ERROR(transformer_->Greedy(count));
+  if (drawn) RETURN_IF_ERROR(transformer_->Draw(count, draw_memory_.as<DrawRow>(), pos_));
+  transformer_->Advance(count, Queue());
+  if (comm_->world_size() > 1) RETURN_IF_ERROR(group_->EvenUp(transformer_->launch()));
+  RETURN_IF_ERROR(LaunchStatus());
+  const uint32_t step = steps_launched_++;
+  RETURN_IF_ERROR(WaitForRecord(step));
+  return record_ + step % kRingSteps * count;
+}
+
+Status CudaEngine::Emit(const StepPlan& plan, int32_t part, const TokenRecord& record,
+                        StepResult& result, const TokenCallback& on_token, TokenOutput& output) {
+  if (!(record.logit == record.logit)) {
+    return InternalError(StrCat("position ", record.pos, ": a logit is not a finite number"));
+  }
+  output.part = part;
+  output.pos = record.pos;
+  output.token = record.token;
+  output.logprob = record.logit - record.log_sum_exp;
+  const std::vector<int32_t>& stops = plan.parts[part].stop_ids;
+  output.is_stop = std::find(stops.begin(), stops.end(), output.token) != stops.end();
+  if (on_token) on_token(output);
+  result.tokens.push_back(output);
+  return OkStatus();
+}
+
 Status CudaEngine::Sample(const StepPlan& plan, const std::vector<Draw>& draws, int pass_rows,
                           StepResult& result, const TokenCallback& on_token,
                           std::vector<Running>& running) {
-  if (draws.empty()) return OkStatus();
-  const int64_t vocab = transformer_->local_vocab();
-  std::vector<int32_t> rows;
-  for (const Draw& draw : draws) rows.push_back(draw.row);
-  RETURN_IF_ERROR(FetchLogits(rows, pass_rows));
-  for (size_t i = 0; i < draws.size(); ++i) {
-    const StepPart& part = plan.parts[draws[i].part];
-    Session& session = SessionOf(part);
-    TokenOutput output;
-    output.part = draws[i].part;
-    output.pos = session.position.n();
-    RETURN_IF_ERROR(chooser_->Choose(
-        {host_logits_.as<float>() + static_cast<int64_t>(i) * vocab, static_cast<size_t>(vocab)},
-        part.sampling, part.num_top, output));
-    output.is_stop =
-        std::find(part.stop_ids.begin(), part.stop_ids.end(), output.token) != part.stop_ids.end();
-    if (on_token) on_token(output);
-    if (!output.is_stop && session.position.n() < session.position.max_context()) {
-      running.push_back({output.part, &session, output.token});
+  for (size_t first = 0; first < draws.size(); first += transformer_->max_few_rows()) {
+    const size_t count =
+        std::min<size_t>(draws.size() - first, static_cast<size_t>(transformer_->max_few_rows()));
+    ASSIGN_OR_RETURN(const TokenRecord* found,
+                     ChooseTokens(plan, std::span(draws).subspan(first, count), pass_rows));
+    const std::vector<TokenRecord> records(found, found + count);
+    for (size_t i = 0; i < count; ++i) {
+      const Draw& draw = draws[first + i];
+      const StepPart& part = plan.parts[draw.part];
+      Session& session = SessionOf(part);
+      TokenOutput output;
+      if (part.num_top > 0) {
+        RETURN_IF_ERROR(FetchLogits({draw.row}, pass_rows));
+        RETURN_IF_ERROR(chooser_->Choose(
+            {host_logits_.as<float>(), static_cast<size_t>(transformer_->local_vocab())},
+            SamplingParams{}, part.num_top, output));
+      }
+      RETURN_IF_ERROR(Emit(plan, draw.part, records[i], result, on_token, output));
+      if (!output.is_stop && session.position.n() < session.position.max_context()) {
+        running.push_back({draw.part, &session, output.token});
+      }
     }
-    result.tokens.push_back(std::move(output));
   }
   return OkStatus();
 }
@@ -311,10 +389,8 @@ Status CudaEngine::RunParts(const StepPlan& plan, const std::vector<int>& parts,
 bool CudaEngine::CanQueue(const StepPlan& plan, const std::vector<Running>& running) const {
   // Every rank chooses from the same gathered bytes, so all go on, and stop, alike.
   if (comm_->world_size() > 1 && !group_->graph_safe()) return false;
-  return std::all_of(running.begin(), running.end(), [&](const Running& r) {
-    const StepPart& part = plan.parts[r.part];
-    return part.sampling.temperature <= 0.0f && part.num_top == 0;
-  });
+  return std::all_of(running.begin(), running.end(),
+                     [&](const Running& r) { return plan.parts[r.part].num_top == 0; });
 }
 
 Status CudaEngine::DecodeByHost(const StepPlan& plan, int32_t steps, StepResult& result,
@@ -341,27 +417,21 @@ Status CudaEngine::DecodeByHost(const StepPlan& plan, int32_t steps, StepResult&
   return OkStatus();
 }
 
-Result<Graph*> CudaEngine::GraphFor(int rows, int64_t max_pos) {
+Result<Graph*> CudaEngine::GraphFor(const GraphKey& wanted) {
   // One graph serves all positions below the next power of two.
   int64_t bound = 1024;
-  while (bound <= max_pos) bound *= 2;
+  while (bound <= wanted.max_pos) bound *= 2;
   bound = std::min(bound, options_.max_context) - 1;
-  const GraphKey key{rows, bound};
+  GraphKey key = wanted;
+  key.max_pos = bound;
+  const int rows = key.rows;
   if (const auto it = graphs_.find(key); it != graphs_.end()) return &it->second;
   const auto work = [&]() -> Status {
     RETURN_IF_ERROR(transformer_->Forward(step_, rows, bound, false));
     RETURN_IF_ERROR(transformer_->Logits(identity_, rows, rows));
     RETURN_IF_ERROR(transformer_->Greedy(rows));
-    DecodeQueue queue;
-    queue.token = token_;
-    queue.pos = pos_;
-    queue.slot = slot_;
-    queue.record = record_;
-    queue.record_flags = record_flags_;
-    queue.step_counter = step_counter_;
-    queue.ring_steps = kRingSteps;
-    queue.last_pos = static_cast<int32_t>(options_.max_context - 1);
-    transformer_->Advance(rows, queue);
+    if (key.draws) RETURN_IF_ERROR(transformer_->Draw(rows, draw_memory_.as<DrawRow>(), pos_));
+    transformer_->Advance(rows, Queue());
     if (comm_->world_size() > 1) RETURN_IF_ERROR(group_->EvenUp(transformer_->launch()));
     return LaunchStatus();
   };
@@ -393,12 +463,15 @@ Status CudaEngine::DecodeQueued(const StepPlan& plan, int32_t steps, StepResult&
     const int padded =
         std::min<int>(GraphRows(count), static_cast<int>(transformer_->max_few_rows()));
     std::vector<Row> rows;
+    std::vector<int32_t> parts;
     int64_t max_pos = 0;
     for (const Running& r : running) {
+      parts.push_back(r.part);
       rows.push_back({r.token, static_cast<int32_t>(r.session->position.n()), r.session->slot});
       max_pos = std::max(max_pos, r.session->position.n());
     }
     RETURN_IF_ERROR(SetRows(rows, padded));
+    ASSIGN_OR_RETURN(const bool draws, SetDraws(plan, parts, padded));
     std::vector<bool> live(count, true);
     int alive = count;
     int32_t launched = 0, read = 0;
@@ -407,8 +480,9 @@ Status CudaEngine::DecodeQueued(const StepPlan& plan, int32_t steps, StepResult&
     // anew without it.
     while (read < launched || (launched < steps && alive == count)) {
       while (launched < steps && launched - read < kAheadSteps && alive == count) {
-        ASSIGN_OR_RETURN(Graph * graph,
-                         GraphFor(padded, std::min(max_pos + launched, options_.max_context - 1)));
+        ASSIGN_OR_RETURN(
+            Graph * graph,
+            GraphFor({padded, std::min(max_pos + launched, options_.max_context - 1), draws}));
         RETURN_IF_ERROR(graph->Launch(stream_));
         ++launched;
         ++steps_launched_;
@@ -420,25 +494,14 @@ Status CudaEngine::DecodeQueued(const StepPlan& plan, int32_t steps, StepResult&
       for (int i = 0; i < count; ++i) {
         Running& r = running[i];
         if (!live[i]) continue;
-        const TokenRecord& record = records[i];
-        if (!(record.logit == record.logit)) {
-          return InternalError(StrCat("position ", record.pos, ": a logit is not a finite number"));
-        }
         r.session->position.Advance(1);
         TokenOutput output;
-        output.part = r.part;
-        output.pos = record.pos;
-        output.token = record.token;
-        output.logprob = record.logit - record.log_sum_exp;
-        const std::vector<int32_t>& stops = plan.parts[r.part].stop_ids;
-        output.is_stop = std::find(stops.begin(), stops.end(), output.token) != stops.end();
-        if (on_token) on_token(output);
+        RETURN_IF_ERROR(Emit(plan, r.part, records[i], result, on_token, output));
         r.token = output.token;
         if (output.is_stop || r.session->position.n() >= r.session->position.max_context()) {
           live[i] = false;
           --alive;
         }
-        result.tokens.push_back(std::move(output));
       }
     }
     steps -= read;

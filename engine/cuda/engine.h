@@ -2,10 +2,10 @@
 //
 // A plan's parts of up to kFewPartRows rows (decode, verification) run together through the few-row
 // kernels, whose results do not depend on the batch; longer parts (prefill) through the many-row
-// kernels. So what a part computes depends on the part alone. Greedy decoding of one rank is
-// queued: a captured graph is one step, it leaves the token where the next one reads it, and the
-// host reads records as they come, a few steps behind. Stopping early needs no undoing: sessions
-// are set back by position.
+// kernels. So what a part computes depends on the part alone. Tokens are chosen on the device.
+// Decoding is queued: a captured graph is one step, it leaves the token where the next one reads
+// it, and the host reads records as they come, a few steps behind. Stopping early needs no undoing:
+// sessions are set back by position.
 #pragma once
 
 #include <map>
@@ -56,6 +56,7 @@ class CudaEngine : public Engine {
   struct GraphKey {
     int rows = 0;
     int64_t max_pos = 0;
+    bool draws = false;  // some row has a temperature
     auto operator<=>(const GraphKey&) const = default;
   };
 
@@ -73,6 +74,15 @@ class CudaEngine : public Engine {
   Status Sample(const StepPlan& plan, const std::vector<Draw>& draws, int pass_rows,
                 StepResult& result, const TokenCallback& on_token, std::vector<Running>& running);
   Status FetchLogits(const std::vector<int32_t>& rows, int pass_rows);
+  // Chooses the tokens of the last pass's rows that `draws` names, one record each.
+  Result<const TokenRecord*> ChooseTokens(const StepPlan& plan, std::span<const Draw> draws,
+                                          int pass_rows);
+  // Draw parameters of some parts to the device; whether any has a temperature.
+  Result<bool> SetDraws(const StepPlan& plan, const std::vector<int32_t>& parts, int padded);
+  DecodeQueue Queue() const;
+  // A drawn token to the result and the callback; kInternal when its logit is no number.
+  Status Emit(const StepPlan& plan, int32_t part, const TokenRecord& record, StepResult& result,
+              const TokenCallback& on_token, TokenOutput& output);
 
   Status RunParts(const StepPlan& plan, const std::vector<int>& parts, bool many,
                   StepResult& result, const TokenCallback& on_token, std::vector<Running>& running);
@@ -80,7 +90,7 @@ class CudaEngine : public Engine {
                       const TokenCallback& on_token, std::vector<Running>& running);
   Status DecodeQueued(const StepPlan& plan, int32_t steps, StepResult& result,
                       const TokenCallback& on_token, std::vector<Running>& running);
-  Result<Graph*> GraphFor(int rows, int64_t max_pos);
+  Result<Graph*> GraphFor(const GraphKey& wanted);
   Status WaitForRecord(uint32_t step);
   bool CanQueue(const StepPlan& plan, const std::vector<Running>& running) const;
 
@@ -98,12 +108,12 @@ class CudaEngine : public Engine {
 
   std::map<uint64_t, Session> sessions_;
   std::vector<bool> slot_taken_;
-  DeviceBuffer row_memory_;
+  DeviceBuffer row_memory_, draw_memory_;
   StepRows step_;
   int32_t *token_ = nullptr, *pos_ = nullptr, *slot_ = nullptr, *row_index_ = nullptr,
           *identity_ = nullptr;
   uint32_t* step_counter_ = nullptr;
-  PinnedBuffer staging_, host_logits_, records_;
+  PinnedBuffer staging_, draw_staging_, host_logits_, records_;
   TokenRecord* record_ = nullptr;
   uint32_t* record_flags_ = nullptr;
   uint32_t steps_launched_ = 0;

@@ -33,6 +33,19 @@ DeviceTransformer::DeviceTransformer(const ModelConfig& config, const RankPlan& 
   for (int r = 0; r < lanes.world_size(); ++r) {
     most_lanes_ = std::max(most_lanes_, lanes.num_lanes_of(r));
   }
+  most_vocab_ = MostVocab(config, lanes);
+}
+
+int64_t VocabBegin(const ModelConfig& config, const LaneLayout& lanes, int r) {
+  const int lane = r == lanes.world_size() ? config.num_lanes : lanes.begin[r];
+  return config.vocab_size * lane / config.num_lanes;
+}
+int64_t MostVocab(const ModelConfig& config, const LaneLayout& lanes) {
+  int64_t most = 0;
+  for (int r = 0; r < lanes.world_size(); ++r) {
+    most = std::max(most, VocabBegin(config, lanes, r + 1) - VocabBegin(config, lanes, r));
+  }
+  return most;
 }
 
 int MostRoots(const LaneLayout& lanes) {
@@ -113,11 +126,12 @@ void DeviceTransformer::Plan(Workspace& space) {
   router_logits_ = space.TakeArray<float>(rows * config_.num_experts);
   roots_ = space.TakeArray<float>(num_roots_ * rows * hidden);
   if (many > 0) pair_out_ = space.TakeArray<float>(many * used * hidden);
-  logits_ = space.TakeArray<float>(head_rows_ * plan_.vocab.size());
+  logits_ = space.TakeArray<float>(head_rows_ * most_vocab_);
   const int head_rows = static_cast<int>(head_rows_);
   own_choice_ = space.Take(ChoiceMessageBytes(head_rows, most_lanes_));
   merged_choice_ = space.Take(ChoiceMessageBytes(head_rows, config_.num_lanes));
-  greedy_scratch_ = space.Take(GreedyScratchBytes(static_cast<int>(head_rows_)));
+  greedy_scratch_ = space.Take(GreedyScratchBytes(head_rows));
+  draw_scratch_ = space.Take(DrawScratchBytes(head_rows));
 
   router_shape_.num_experts = static_cast<int>(config_.num_experts);
   router_shape_.used = static_cast<int>(used);
@@ -557,6 +571,24 @@ Status DeviceTransformer::Greedy(int count) {
   }
   chosen_ = MakeChoiceMessage(merged_choice_, count, config_.num_lanes);
   LaunchMergeChoices(launch_, count, ranks, chosen_);
+  return LaunchStatus();
+}
+
+Status DeviceTransformer::Draw(int count, const DrawRow* params, const int32_t* pos) {
+  VocabPieces vocab;
+  vocab.count = lanes_.world_size();
+  if (vocab.count > 1) {
+    RETURN_IF_ERROR(group_->AllGather(launch_, logits_,
+                                      count * most_vocab_ * static_cast<int64_t>(sizeof(float))));
+  }
+  for (int r = 0; r < vocab.count; ++r) {
+    const int64_t begin = VocabBegin(config_, lanes_, r);
+    const int64_t ids = VocabBegin(config_, lanes_, r + 1) - begin;
+    const auto* logits =
+        vocab.count == 1 ? logits_ : reinterpret_cast<const float*>(group_->Gathered(r));
+    vocab.pieces[r] = {logits, ids, static_cast<int32_t>(begin), static_cast<int32_t>(ids)};
+  }
+  LaunchDraw(launch_, count, params, pos, vocab, chosen_.choice, draw_scratch_);
   return LaunchStatus();
 }
 

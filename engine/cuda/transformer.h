@@ -12,6 +12,7 @@
 #include "engine/cuda/choose.h"
 #include "engine/cuda/choose_ranks.h"
 #include "engine/cuda/device_group.h"
+#include "engine/cuda/draw.h"
 #include "engine/cuda/experts.h"
 #include "engine/cuda/product.h"
 #include "engine/cuda/weights.h"
@@ -34,6 +35,9 @@ struct TransformerOptions {
 
 // Subtree roots of the rank that has most of them: all ranks send as many vectors.
 int MostRoots(const LaneLayout& lanes);
+// Where rank r's part of the vocabulary begins; r may be the number of ranks. The most ids of any.
+int64_t VocabBegin(const ModelConfig& config, const LaneLayout& lanes, int r);
+int64_t MostVocab(const ModelConfig& config, const LaneLayout& lanes);
 
 // Filled when asked for; host copies. For tests.
 struct DeviceTrace {
@@ -75,6 +79,9 @@ class DeviceTransformer {
   // Greedy choice of the whole group over logits() rows, and the per-lane statistics behind its
   // probability. Collective; graph-safe where the group is.
   Status Greedy(int count);
+  // After Greedy: replaces the choice of rows with a temperature (params: [count], device) by what
+  // is drawn for position pos[t] + 1. Collective, likewise.
+  Status Draw(int count, const DrawRow* params, const int32_t* pos);
   // Ends a step of the decode queue.
   void Advance(int rows, const DecodeQueue& queue);
 
@@ -144,11 +151,12 @@ class DeviceTransformer {
         *index_q_ = nullptr, *router_logits_ = nullptr, *roots_ = nullptr, *pair_out_ = nullptr,
         *logits_ = nullptr;
   int most_lanes_ = 1;                  // of any rank
+  int64_t most_vocab_ = 0;              // likewise, ids
   std::byte* own_choice_ = nullptr;     // this rank's message
   std::byte* merged_choice_ = nullptr;  // the group's
   ChoiceMessage chosen_;                // of the last Greedy
-  std::byte *greedy_scratch_ = nullptr, *index_scratch_ = nullptr, *attention_scratch_ = nullptr,
-            *routing_memory_ = nullptr;
+  std::byte *greedy_scratch_ = nullptr, *draw_scratch_ = nullptr, *index_scratch_ = nullptr,
+            *attention_scratch_ = nullptr, *routing_memory_ = nullptr;
   int32_t *picks_ = nullptr, *pick_count_ = nullptr;
   int64_t head_rows_ = 0;
 };

@@ -181,11 +181,15 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, DS4_EMULATOR_HERE) {
 // Plain: all blocks of a launch run on one OS thread.
 template <typename T>
 T atomicAdd(T* address, std::type_identity_t<T> value) {
-  static_assert(std::is_same_v<T, int> || std::is_same_v<T, unsigned> || std::is_same_v<T, float>);
+  static_assert(std::is_same_v<T, int> || std::is_same_v<T, unsigned> ||
+                std::is_same_v<T, unsigned long long> || std::is_same_v<T, float>);
   return std::exchange(*address, *address + value);
 }
 inline int atomicMax(int* address, int value) {
   return std::exchange(*address, std::max(*address, value));
+}
+inline int atomicMin(int* address, int value) {
+  return std::exchange(*address, std::min(*address, value));
 }
 inline unsigned atomicCAS(unsigned* address, unsigned expected, unsigned value) {
   return *address == expected ? std::exchange(*address, value) : *address;

@@ -189,6 +189,61 @@ TEST(CudaEngineTest, TwoRanksQueueTheTokensOfOne) {
   }
 }
 
+// A drawn text is a function of seed and positions: neither the queue, nor ranks, nor a neighbour
+// that decodes greedily, nor where a call ends changes it.
+TEST(CudaEngineTest, DrawnTextDependsOnSeedAndPositionsOnly) {
+  EngineOptions options = Options(ShippedModel(), Backend::kCuda);
+  const int steps = std::min(NumTokens(), 24) - 1;
+  StepPlan plan = GreedyPlan(1, kPrompt, 0, steps);
+  plan.parts[0].sampling = {1.3f, 0, 0.9f, 0.0f, 77};
+  const auto run = [](EngineGroup& group, const StepPlan& wanted) {
+    for (const StepPart& part : wanted.parts) {
+      group.OnAll([&](int rank) {
+        EXPECT_TRUE(group.engine(rank).OpenSession(part.session_id, 512).ok());
+      });
+    }
+    const auto results = group.RunAll(wanted);
+    for (const auto& result : results) EXPECT_TRUE(result.ok()) << result.status();
+    std::vector<int32_t> ids;
+    for (const TokenOutput& t : results[0]->tokens) {
+      if (t.part == 0) ids.push_back(t.token);
+    }
+    return ids;
+  };
+  EngineGroup queued(options, 1);
+  const std::vector<int32_t> expected = run(queued, plan);
+  ASSERT_EQ(expected.size(), static_cast<size_t>(steps) + 1);
+
+  StepPlan by_host = plan;
+  by_host.parts[0].num_top = 2;
+  EngineGroup single(options, 1);
+  EXPECT_EQ(run(single, by_host), expected);
+
+  StepPlan with_neighbour = GreedyPlan(1, kPrompt, 0, steps);
+  with_neighbour.parts.insert(with_neighbour.parts.begin(), plan.parts[0]);
+  with_neighbour.parts[1].session_id = 2;
+  EngineGroup pair(options, 1);
+  EXPECT_EQ(run(pair, with_neighbour), expected);
+
+  options.device_transport = "push";
+  EngineGroup two(options, 2);
+  EXPECT_EQ(run(two, plan), expected);
+
+  // In two calls.
+  StepPlan start = plan;
+  start.decode_steps = 1;
+  EngineGroup cut(options, 1);
+  std::vector<int32_t> ids = run(cut, start);
+  StepPlan rest = plan;
+  rest.sequence = 2;
+  rest.parts[0].pos = static_cast<int64_t>(kPrompt.size()) + 1;
+  rest.parts[0].tokens = {ids.back()};
+  rest.decode_steps = steps - 2;
+  const StepResult more = cut.engine(0).Run(rest, nullptr).value();
+  for (const TokenOutput& t : more.tokens) ids.push_back(t.token);
+  EXPECT_EQ(ids, expected);
+}
+
 // Prefill through the kernels for many rows: other bits, the same meaning.
 TEST(CudaEngineTest, LongPromptsThroughTheManyRowKernelsAgree) {
   EngineOptions options = Options(ShippedModel(), Backend::kCuda);
