@@ -3,9 +3,9 @@
 // pairs of a round are its items; warp i takes items i, i + 8, ... so that it keeps its slice, and
 // with it x in registers, wherever 8 slices make a row tile or divide 8. Its weights come through a
 // ring that never drains, not even between jobs. A round's sums meet in shared memory: one barrier,
-// then the block adds slices in rising order (product.h) and writes the results. With few rows a
-// block has half of the shared memory and registers of an SM, so that the next kernel can fill its
-// rings meanwhile.
+// then the block adds slices in rising order (product.h) and writes the results. With few rows two
+// blocks live on an SM and leave a corner of it free (kThreadsOfRegisters, kRoundFloats), in which
+// a small kernel behind this one starts and reads what it needs meanwhile.
 #include <algorithm>
 
 #include "engine/base/check.h"
@@ -19,6 +19,9 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
+// Launch bounds for the registers of so many threads, in blocks of kThreads: what two blocks then
+// leave of an SM's 65,536 is enough for a block of 128 threads with 96 registers each.
+constexpr int kThreadsOfRegisters = kThreads + 64;
 constexpr int kMaxXRows = 32;
 constexpr int kMaxBlocks = 288;
 constexpr int kMaxSegments = 128;  // slices of a row tile, over all lanes
@@ -29,9 +32,11 @@ constexpr int kRingBytes = kStages * kStageBytes;
 // Chunks of a warp that are sent for before its input is there, beyond those of its ring.
 constexpr int kChunksAhead = 4;
 
-// Sums of a round that are worth a barrier, as long as every warp has an item.
-constexpr int kRoundFloats = 1024;
-constexpr int kMaxRoundFloats = 8192;  // what the general kernel must do instead
+// Sums of a round that are worth a barrier, as long as every warp has an item. Two buffers of them
+// beside the rings are 106 KB: two such blocks leave 14 KB of an SM's shared memory.
+constexpr int kRoundFloats = 512;
+constexpr int kMaxTwoBufferFloats = 1024;  // larger ones come alone: half of an SM is all there is
+constexpr int kMaxRoundFloats = 8192;      // what the general kernel must do instead
 
 struct FewJob {
   DType dtype;
@@ -213,71 +218,125 @@ struct Ring {
 
 constexpr int kChunkSteps = ChunkCols(DType::kQ8_0) / 32;
 
-// x of a chunk, one tile of 8 rows, in registers.
-struct XChunk {
-  uint64_t q[kChunkSteps];    // row g, columns 8t..8t+7 of the step
-  float2 scale[kChunkSteps];  // rows 2t, 2t + 1
+// x of a chunk, one tile of 8 rows, in registers: row g, columns 8t..8t+7 of each step. Rows past
+// the last one repeat it: nobody reads their results.
+struct XCodes {
+  uint64_t q[kChunkSteps];
 
-  // Rows past the last one repeat it: nobody reads their results.
   __device__ __forceinline__ void Load(const ActivationView& x, int col, int tile, int tiles) {
-    const int block = col / 32;
     const int row = min(LaneId() / 4, x.rows - 1 - 8 * tile);
-    const uint64_t* from = x.q + ((block * tiles + tile) * 32 + row * 4 + LaneId() % 4);
-    const float* scales = x.scale + ((block * tiles + tile) * 8 + LaneId() % 4 * 2);
+    const uint64_t* from = x.q + ((col / 32 * tiles + tile) * 32 + row * 4 + LaneId() % 4);
 #pragma unroll
-    for (int s = 0; s < kChunkSteps; ++s) {
-      q[s] = from[32 * tiles * s];
-      scale[s] = *reinterpret_cast<const float2*>(scales + 8 * tiles * s);
+    for (int s = 0; s < kChunkSteps; ++s) q[s] = from[32 * tiles * s];
+  }
+};
+
+// The scales of a chunk, spread over the lanes, as registers for all would be too many. Of several
+// rows (kRows): lane 4s + t keeps step s of rows 2t and 2t + 1. Of one: lane t steps t and 4 + t.
+template <int kRows>
+struct XScales {
+  float own[2];
+
+  __device__ __forceinline__ void Load(const ActivationView& x, int col, int tile, int tiles) {
+    const float* from = x.scale + (col / 32 * tiles + tile) * 8;
+    if constexpr (kRows == 1) {
+      own[0] = from[LaneId() % 4 * 8];
+      own[1] = from[LaneId() % 4 * 8 + 32];
+    } else {
+      const auto* pairs = reinterpret_cast<const float2*>(from + LaneId() / 4 * (8 * tiles));
+      const float2 pair = pairs[LaneId() % 4];
+      own[0] = pair.x;
+      own[1] = pair.y;
     }
   }
 };
 
-__device__ __forceinline__ void DotChunk(const std::byte* chunk, const XChunk& x, float (&acc)[4]) {
+__device__ __forceinline__ void MultiplyStep(const std::byte* at, uint64_t q, int (&sum)[4]) {
+  const uint4 w = Load16(at);
+  const uint32_t a[4] = {w.x, w.y, w.z, w.w};
+  const uint32_t b[2] = {static_cast<uint32_t>(q), static_cast<uint32_t>(q >> 32)};
+  MmaS8(sum, a, b);
+}
+
+template <int kRows>
+__device__ __forceinline__ void DotChunk(const std::byte* chunk, const XCodes& codes,
+                                         const XScales<kRows>& scales, float (&acc)[4]) {
   const std::byte* at = chunk + 16 * LaneId();
   const std::byte* scales_at = chunk + 4096 + 16 * (LaneId() / 4);
 #pragma unroll
-  for (int s = 0; s < kChunkSteps; s += 4) {
-    const uint4 scales = Load16(scales_at + 32 * s);
+  for (int first = 0; first < kChunkSteps; first += 4) {
+    const uint4 row_scales = Load16(scales_at + 32 * first);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint4 w = Load16(at + 512 * (s + i));
-      const uint64_t q = x.q[s + i];
-      const float2 dx = x.scale[s + i];
-      const float2 dw = Half2ToFloat2(Word(scales, i));
-      const uint32_t a[4] = {w.x, w.y, w.z, w.w};
-      const uint32_t b[2] = {static_cast<uint32_t>(q), static_cast<uint32_t>(q >> 32)};
+      const int s = first + i;
       int sum[4] = {0, 0, 0, 0};
-      MmaS8(sum, a, b);
-      acc[0] = fmaf(dw.x * dx.x, static_cast<float>(sum[0]), acc[0]);
-      acc[1] = fmaf(dw.x * dx.y, static_cast<float>(sum[1]), acc[1]);
-      acc[2] = fmaf(dw.y * dx.x, static_cast<float>(sum[2]), acc[2]);
-      acc[3] = fmaf(dw.y * dx.y, static_cast<float>(sum[3]), acc[3]);
+      MultiplyStep(at + 512 * s, codes.q[s], sum);
+      const float2 dw = Half2ToFloat2(Word(row_scales, i));
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float dx = __shfl_sync(kFullMask, scales.own[j], 4 * s + LaneId() % 4);
+        acc[j] = fmaf(dw.x * dx, static_cast<float>(sum[j]), acc[j]);
+        acc[2 + j] = fmaf(dw.y * dx, static_cast<float>(sum[2 + j]), acc[2 + j]);
+      }
+    }
+  }
+}
+
+// One row stands in all columns of the product: acc[1] and acc[3] stay as they are. A lane scales
+// what it has, and four share.
+__device__ __forceinline__ void DotChunk(const std::byte* chunk, const XCodes& codes,
+                                         const XScales<1>& scales, float (&acc)[4]) {
+  const std::byte* at = chunk + 16 * LaneId();
+  const std::byte* scales_at = chunk + 4096 + 4 * LaneId();
+#pragma unroll
+  for (int first = 0; first < kChunkSteps; first += 4) {
+    const float dx = scales.own[first / 4];
+    const float2 dw = Half2ToFloat2(*reinterpret_cast<const uint32_t*>(scales_at + 32 * first));
+    const float low = dw.x * dx;
+    const float high = dw.y * dx;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int s = first + i;
+      int sum[4] = {0, 0, 0, 0};
+      MultiplyStep(at + 512 * s, codes.q[s], sum);
+      acc[0] = fmaf(FromFour(low, i), static_cast<float>(sum[0]), acc[0]);
+      acc[2] = fmaf(FromFour(high, i), static_cast<float>(sum[2]), acc[2]);
     }
   }
 }
 
 // x of a slice in registers, from item to item.
+template <int kRows>
 struct XSlice {
-  XChunk chunks[kSliceChunks<DType::kQ8_0>];
-  int name = -1;  // of what is there; names are never negative
+  static constexpr int kChunks = kSliceChunks<DType::kQ8_0>;
+  XCodes codes[kChunks];
+  XScales<kRows> scales[kChunks];
+  int loaded = -1;  // what is there: columns and job
 
-  __device__ __forceinline__ void Load(const ActivationView& x, int col, int num_chunks, int of) {
-    if (name == of) return;
-    name = of;
-    chunks[0].Load(x, col, 0, 1);
-    if (num_chunks > 1) chunks[1].Load(x, col + kChunkCols<DType::kQ8_0>, 0, 1);
+  __device__ __forceinline__ void Load(const ActivationView& x, int col, int num_chunks, int job) {
+    const int wanted = col | job;
+    if (loaded == wanted) return;
+    loaded = wanted;
+    static_assert(kMaxProductJobs <= kColumnGrain);  // of which columns are a multiple
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (c >= num_chunks) break;
+      codes[c].Load(x, col + c * kChunkCols<DType::kQ8_0>, 0, 1);
+      scales[c].Load(x, col + c * kChunkCols<DType::kQ8_0>, 0, 1);
+    }
   }
 };
 
-__device__ __forceinline__ void DotQuantised(Ring& ring, const XSlice& x, int chunks,
+template <int kRows>
+__device__ __forceinline__ void DotQuantised(Ring& ring, const XSlice<kRows>& x, int chunks,
                                              float (&acc)[4]) {
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
     const std::byte* chunk = ring.Wait();
     if (c == 0) {
-      DotChunk(chunk, x.chunks[0], acc);
+      DotChunk(chunk, x.codes[0], x.scales[0], acc);
     } else {
-      DotChunk(chunk, x.chunks[1], acc);
+      DotChunk(chunk, x.codes[1], x.scales[1], acc);
     }
     ring.Release();
   }
@@ -285,24 +344,30 @@ __device__ __forceinline__ void DotQuantised(Ring& ring, const XSlice& x, int ch
 
 // Where the registers do not hold a slice: x comes again for every chunk, the next one's while the
 // ring moves on.
-template <int kTiles>
+template <int kTiles, int kRows>
 __device__ __forceinline__ void DotQuantisedOnce(Ring& ring, const ActivationView& x, int col,
                                                  int chunks, float (&acc)[kTiles][4]) {
   const int tiles = kTiles > 2 ? TilesOf(x) : kTiles;
-  XChunk columns;
-  columns.Load(x, col, 0, tiles);
+  XCodes codes;
+  XScales<kRows> scales;
+  codes.Load(x, col, 0, tiles);
+  scales.Load(x, col, 0, tiles);
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
     const std::byte* chunk = ring.Wait();
-    DotChunk(chunk, columns, acc[0]);
+    DotChunk(chunk, codes, scales, acc[0]);
 #pragma unroll
     for (int n = 1; n < kTiles; ++n) {
       if (n >= tiles) break;
-      columns.Load(x, col, n, tiles);
-      DotChunk(chunk, columns, acc[n]);
+      codes.Load(x, col, n, tiles);
+      scales.Load(x, col, n, tiles);
+      DotChunk(chunk, codes, scales, acc[n]);
     }
     col += kChunkCols<DType::kQ8_0>;
-    if (c + 1 < chunks) columns.Load(x, col, 0, tiles);
+    if (c + 1 < chunks) {
+      codes.Load(x, col, 0, tiles);
+      scales.Load(x, col, 0, tiles);
+    }
     ring.Release();
   }
 }
@@ -437,19 +502,19 @@ __device__ __forceinline__ void DotFloats(Ring& ring, const ActivationView& x, i
   }
 }
 
-template <int kTiles, int kFloatRows>
+template <int kTiles, int kRows>
 __device__ __forceinline__ void DotMixed(const FewJob& job, const Segment& segment, Ring& ring,
                                          float (&acc)[kTiles][4]) {
   const int col = segment.XCol(job);
   switch (job.dtype) {
     case DType::kF16:
-      return DotFloats<DType::kF16, kTiles, kFloatRows>(ring, job.x, col, segment.chunks, acc);
+      return DotFloats<DType::kF16, kTiles, kRows>(ring, job.x, col, segment.chunks, acc);
     case DType::kBF16:
-      return DotFloats<DType::kBF16, kTiles, kFloatRows>(ring, job.x, col, segment.chunks, acc);
+      return DotFloats<DType::kBF16, kTiles, kRows>(ring, job.x, col, segment.chunks, acc);
     case DType::kF32:
-      return DotFloats<DType::kF32, kTiles, kFloatRows>(ring, job.x, col, segment.chunks, acc);
+      return DotFloats<DType::kF32, kTiles, kRows>(ring, job.x, col, segment.chunks, acc);
     default:
-      return DotQuantisedOnce<kTiles>(ring, job.x, col, segment.chunks, acc);
+      return DotQuantisedOnce<kTiles, kRows>(ring, job.x, col, segment.chunks, acc);
   }
 }
 
@@ -505,23 +570,26 @@ __device__ __forceinline__ void AddLaneSlices(const FewParams& params, const Few
   }
 }
 
+// The tree over at most 8 lanes; -0 for those past `count` changes nothing.
+__device__ __forceinline__ float AddEightLanes(const float* sums, int count, int pitch) {
+  float sum[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum[i] = i < count ? sums[i * pitch] : -0.0f;
+  return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
+}
+
 // Adds the lanes of every aligned subtree (lane_tree.h) and writes the roots. sums: of lane 0.
 __device__ __forceinline__ void StoreRoots(const FewParams& params, const FewJob& job, int x_row,
                                            int row, const float* sums, int lane_pitch) {
+  static_assert(kMaxProductLanes == 16);
 #pragma unroll 1
   for (int root = 0; root < params.lanes.num_roots; ++root) {
     const float* first = sums + params.lanes.begin[root] * lane_pitch;
     const int size = params.lanes.size[root];
-    float sum[kMaxProductLanes];
-#pragma unroll
-    for (int i = 0; i < kMaxProductLanes; ++i) sum[i] = i < size ? first[i * lane_pitch] : -0.0f;
-#pragma unroll
-    for (int half = 1; half < kMaxProductLanes; half *= 2) {
-#pragma unroll
-      for (int i = 0; i < kMaxProductLanes; i += 2 * half) sum[i] += sum[i + half];
-    }
+    float total = AddEightLanes(first, size, lane_pitch);
+    if (size > 8) total += AddEightLanes(first + 8 * lane_pitch, size - 8, lane_pitch);
     const int64_t at = int64_t{root} * params.x_rows + x_row;
-    params.lanes.roots[at * job.rows + row] = sum[0];
+    params.lanes.roots[at * job.rows + row] = total;
   }
 }
 
@@ -569,10 +637,17 @@ __device__ __forceinline__ void FinishRound(const FewParams& params, const FewJo
   }
 }
 
-// kTiles: of x. kFloatRows: how many rows of an x tile float types compute; 0: all weights are
-// Q8_0. Half of an SM, unless many rows take more.
-template <int kTiles, int kFloatRows>
-__global__ void __launch_bounds__(kThreads, kTiles == 1 || (kTiles == 2 && kFloatRows == 0) ? 2 : 1)
+// kTiles: of x. kRows: of a tile that are computed; quantised weights: 1 or all. kFloats: there may
+// be other weights than Q8_0.
+template <int kTiles, int kRows, bool kFloats>
+inline constexpr bool kSharesSm = kTiles == 1 || (kTiles == 2 && !kFloats);
+template <int kTiles, int kRows, bool kFloats>
+inline constexpr bool kLeavesRoom = kTiles == 1 && (kRows < 8 || !kFloats);
+
+template <int kTiles, int kRows, bool kFloats>
+__global__ void __launch_bounds__(kLeavesRoom<kTiles, kRows, kFloats> ? kThreadsOfRegisters
+                                                                      : kThreads,
+                                  kSharesSm<kTiles, kRows, kFloats> ? 2 : 1)
     FewRowsKernel(const __grid_constant__ FewParams params) {
   DS4_DYNAMIC_SHARED(memory);
   LaunchDependents();
@@ -585,7 +660,7 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 || (kTiles == 2 && kFloa
 
   float* buffers = reinterpret_cast<float*>(memory + kWarps * kRingBytes);
   int buffer = 0;
-  [[maybe_unused]] XSlice x;
+  [[maybe_unused]] XSlice<kRows> x;
 #pragma unroll 1
   while (more) {
     const FewJob& job = params.jobs[round.job];
@@ -594,13 +669,12 @@ __global__ void __launch_bounds__(kThreads, kTiles == 1 || (kTiles == 2 && kFloa
     for (int item = warp; item < round.items; item += kWarps) {
       const Segment segment(job, item);
       float acc[kTiles][4] = {};
-      if constexpr (kFloatRows != 0) {
-        DotMixed<kTiles, kFloatRows>(job, segment, ring, acc);
+      if constexpr (kFloats) {
+        DotMixed<kTiles, kRows>(job, segment, ring, acc);
       } else if constexpr (kTiles != 1) {
-        DotQuantisedOnce<kTiles>(ring, job.x, segment.XCol(job), segment.chunks, acc);
+        DotQuantisedOnce<kTiles, kRows>(ring, job.x, segment.XCol(job), segment.chunks, acc);
       } else {
-        const int x_name = round.job * kMaxSegments + segment.lane * job.slices + segment.slice;
-        x.Load(job.x, segment.XCol(job), segment.chunks, x_name);
+        x.Load(job.x, segment.XCol(job), segment.chunks, round.job);
         DotQuantised(ring, x, segment.chunks, acc[0]);
       }
       StoreSums<kTiles>(params, acc, sums + (item * kTileRows << params.x_shift));
@@ -701,8 +775,7 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
     units += job.units;
   }
   if (units > UINT16_MAX) return false;
-  // A second buffer beside one that is larger than usual would take more than half of an SM.
-  params.num_buffers = params.round_floats <= kRoundFloats ? 2 : 1;
+  params.num_buffers = params.round_floats <= kMaxTwoBufferFloats ? 2 : 1;
   // Two blocks live on an SM where the kernel is made for it (see its launch bounds): the second
   // hides the first one's latencies, and a block that ends makes room for the next kernel's.
   const bool half = params.x_rows <= 8 || (params.x_rows <= 16 && !floats);
@@ -718,15 +791,15 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
     Launch(launch, grid, dim3(kThreads), shared, kernel, params);
   };
   if (params.x_rows > 16) {
-    launch_kernel(floats ? FewRowsKernel<4, 8> : FewRowsKernel<4, 0>);
+    launch_kernel(floats ? FewRowsKernel<4, 8, true> : FewRowsKernel<4, 8, false>);
   } else if (params.x_rows > 8) {
-    launch_kernel(floats ? FewRowsKernel<2, 8> : FewRowsKernel<2, 0>);
-  } else if (!floats) {
-    launch_kernel(FewRowsKernel<1, 0>);
+    launch_kernel(floats ? FewRowsKernel<2, 8, true> : FewRowsKernel<2, 8, false>);
   } else if (params.x_rows > 4) {
-    launch_kernel(FewRowsKernel<1, 8>);
+    launch_kernel(floats ? FewRowsKernel<1, 8, true> : FewRowsKernel<1, 8, false>);
+  } else if (params.x_rows > 1) {
+    launch_kernel(floats ? FewRowsKernel<1, 4, true> : FewRowsKernel<1, 8, false>);
   } else {
-    launch_kernel(params.x_rows > 1 ? FewRowsKernel<1, 4> : FewRowsKernel<1, 1>);
+    launch_kernel(floats ? FewRowsKernel<1, 1, true> : FewRowsKernel<1, 1, false>);
   }
   return true;
 }

@@ -313,6 +313,16 @@ inline uint32_t LoadSharedWord(SharedWordAddress at) {
 }
 #endif
 
+// What lane i (0..3) of the caller's four lanes has. As a shuffle with a width, the lane is part of
+// the instruction.
+__device__ __forceinline__ float FromFour(float value, int i) {
+#if defined(__CUDACC__)
+  return __shfl_sync(kFullMask, value, i, 4);
+#else
+  return __shfl_sync(kFullMask, value, static_cast<int>(threadIdx.x) % kWarpSize / 4 * 4 + i);
+#endif
+}
+
 // Every lane gets the sum (the same bits) in the fixed order of the tree 16, 8, 4, 2, 1.
 __device__ __forceinline__ float WarpSum(float value) {
 #pragma unroll

@@ -44,6 +44,7 @@ __global__ void ExchangeKernel(const float* x, float* out) {
   row[3] = __uint_as_float(__ballot_sync(kFullMask, own > 0));
   row[4] = WarpSum(own);
   row[5] = WarpMax(own);
+  row[6] = FromFour(own, 2);
 }
 
 __global__ void IntegersKernel(const uint32_t* a, const uint32_t* b, int count, uint32_t* out) {

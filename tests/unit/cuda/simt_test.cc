@@ -112,6 +112,7 @@ TEST_F(SimtTest, LanesExchangeValues) {
     EXPECT_EQ(std::bit_cast<uint32_t>(row[3]), positive) << "lane " << i;
     EXPECT_EQ(row[4], sum) << "lane " << i;
     EXPECT_EQ(row[5], highest) << "lane " << i;
+    EXPECT_EQ(row[6], x[i / 4 * 4 + 2]) << "lane " << i;
   }
 }
 
