@@ -1,58 +1,41 @@
-// The indexer's choice of compressed rows: scores of all visible rows, then the best of them.
+// The indexer's scores of all visible compressed rows, from which indexer_choose.cu chooses.
 //
-// Scores. A block has some rows (queries) and a run of keys. On bf16 caches of 128 channels matrix
-// instructions find them: a warp holds 32 keys in registers as the left operand, and one row's
-// heads after another come from shared memory as the right one, already rotated and rounded to
-// bf16. Columns are dealt to the instructions so that a lane's values of 32 columns are 16 bytes in
-// a row: both sides use the same deal, so the dot products are the same sums. Any other shape takes
+// On bf16 caches of 128 channels matrix instructions find them: keys are the left operand,
+// one row's heads, rotated and rounded to bf16, the right one. Columns are dealt to the
+// instructions so that a lane's values of 32 columns are 16 bytes in a row: both sides use the same
+// deal, so the dot products are the same sums. Two kernels share the work in two ways with the same
+// bits. For few rows a warp has eight heads and all warps of a block go through the same keys, so
+// that a block is done soon. For many rows a warp has some keys, and heads after heads of several
+// rows come from shared memory, so that keys are read once for all of them. Any other shape takes
 // the plain kernel, a thread a key.
 //
-// Choice. A block a row: four passes over bytes of the scores find the k-th largest, then
-// everything above it and the first of its equals are written in rising order.
+// The order of additions of a score: of eight heads, lane t of four adds its two; each lane adds
+// these over the eights; then the four lanes.
 #include <algorithm>
 #include <cmath>
 
 #include "engine/base/check.h"
-#include "engine/cuda/attention.cuh"
-#include "engine/cuda/simt.h"
+#include "engine/cuda/indexer.cuh"
 
 namespace ds4::cuda {
 namespace {
 
 constexpr int64_t kScratchLimit = int64_t{256} << 20;
-constexpr int kMaxRowTile = 4;
 
-constexpr int kDim = 128;  // of the matrix kernel
+constexpr int kDim = 128;  // of the matrix kernels
+constexpr int kMaxHeads = 128;
+
+constexpr int kMaxFewScoreRows = 64;
+constexpr int kFewKeys = 32;   // of a block at once
+constexpr int kFewBlocks = 4;  // on one SM
+constexpr int kKeyBytes = 2 * kDim;
+
+constexpr int kRowTile = 4;
 constexpr int kScoreWarps = 4;
 constexpr int kWarpKeys = 32;
 constexpr int kBlockKeys = kScoreWarps * kWarpKeys;
 constexpr int kScoreThreads = kScoreWarps * kWarpSize;
-constexpr int kMaxKeyTiles = 16;  // runs of kBlockKeys of one block
-
-constexpr int kChooseThreads = 1024;
-constexpr int kChooseWarps = kChooseThreads / kWarpSize;
-constexpr int kMaxKeptKeys = 32768;  // a row's keys in shared memory; more are read again
-constexpr int kDigits = 256;
-
-struct IndexArgs {
-  AttentionParams params;
-  StepRows step;
-  RopeView rope;
-  const float* q = nullptr;
-  const float* head_weights = nullptr;
-  const void* keys = nullptr;  // [slots][max_rows][index_dim]
-  int max_rows = 0;
-  int first = 0;  // rows [first, end) of the step
-  int end = 0;
-  float scale = 0;
-  float* scores = nullptr;  // [end - first][stride]
-  int64_t stride = 0;
-};
-
-// Rows that row t sees; none for a row that only fills up the batch.
-__device__ __forceinline__ int VisibleRows(const IndexArgs& args, int t) {
-  return args.step.slot[t] < 0 ? 0 : (args.step.pos[t] + 1) / args.params.ratio;
-}
+constexpr int kMaxKeyTiles = 16;  // runs of keys of one block
 
 // Channels c and c + 1 (c even) of a head of row t, rotated.
 __device__ __forceinline__ float2 RotatedPair(const IndexArgs& args, int t, float2 x, int c) {
@@ -62,7 +45,7 @@ __device__ __forceinline__ float2 RotatedPair(const IndexArgs& args, int t, floa
   return RotatePair(x, args.rope.cos[at], args.rope.sin[at]);
 }
 
-// ---- Scores by matrix instructions ----
+// ---- Scores by matrix instructions, many rows ----
 
 // Shared memory of one row: its heads in the order in which lanes read them, then their weights.
 __device__ __host__ constexpr int QueryBytes(int heads) { return heads * kDim * 2; }
@@ -135,10 +118,13 @@ __device__ __forceinline__ void Multiply(const WarpKeys& keys, int group, uint4 
   }
 }
 
+// What a lane's two heads of eight add to a score.
+__device__ __forceinline__ float HeadPair(float2 weight, float dot0, float dot1) {
+  return fmaf(weight.y, fmaxf(dot1, 0.0f), weight.x * fmaxf(dot0, 0.0f));
+}
+
 // The scores of the warp's keys for one row. Lane 4g + t returns that of key 16 (t / 2) + 8 (t % 2)
-// + g. Heads are added in four sums (by their place in a group of eight, two to a lane), then
-// those. kGroups groups of eight heads go side by side, so that no product waits for the one
-// before.
+// + g. kGroups groups of eight heads go side by side, so that no product waits for the one before.
 template <int kGroups>
 __device__ __forceinline__ float WarpScores(const WarpKeys& keys, const uint4* query,
                                             const float* weights, int heads) {
@@ -161,8 +147,7 @@ __device__ __forceinline__ float WarpScores(const WarpKeys& keys, const uint4* q
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          sum[m][half] = fmaf(w.x, fmaxf(d[i][m][2 * half], 0.0f), sum[m][half]);
-          sum[m][half] = fmaf(w.y, fmaxf(d[i][m][2 * half + 1], 0.0f), sum[m][half]);
+          sum[m][half] += HeadPair(w, d[i][m][2 * half], d[i][m][2 * half + 1]);
         }
       }
     }
@@ -181,14 +166,13 @@ __device__ __forceinline__ float WarpScores(const WarpKeys& keys, const uint4* q
   return score;
 }
 
-__global__ void __launch_bounds__(kScoreThreads)
-    ScoresKernel(IndexArgs args, int row_tile, int key_tiles) {
+__global__ void __launch_bounds__(kScoreThreads) ManyScoresKernel(IndexArgs args, int key_tiles) {
   DS4_DYNAMIC_SHARED(shared);
   LaunchDependents();
   GridDependencyWait();
   const int heads = args.params.index_heads, top_k = args.params.index_top_k;
-  const int first_row = args.first + static_cast<int>(blockIdx.y) * row_tile;
-  const int num_rows = min(row_tile, args.end - first_row);
+  const int first_row = args.first + static_cast<int>(blockIdx.y) * kRowTile;
+  const int num_rows = min(kRowTile, args.end - first_row);
   const int first_key = static_cast<int>(blockIdx.x) * key_tiles * kBlockKeys;
   int most = 0;
   for (int r = 0; r < num_rows; ++r) most = max(most, VisibleRows(args, first_row + r));
@@ -200,7 +184,7 @@ __global__ void __launch_bounds__(kScoreThreads)
   int loaded_slot = max(args.step.slot[first_row], 0);
   LoadKeys(args, loaded_slot, warp_key, keys);  // on their way while the queries are made
   uint4* queries = reinterpret_cast<uint4*>(shared);
-  float* weights = reinterpret_cast<float*>(shared + row_tile * QueryBytes(heads));
+  float* weights = reinterpret_cast<float*>(shared + kRowTile * QueryBytes(heads));
   for (int r = 0; r < num_rows; ++r) {
     StageQuery(args, first_row + r, queries + r * (heads * 16), weights + r * heads);
   }
@@ -224,6 +208,164 @@ __global__ void __launch_bounds__(kScoreThreads)
         args.scores[(first_row + r - args.first) * args.stride + key] = score * args.scale;
       }
     }
+  }
+}
+
+// ---- Scores by matrix instructions, few rows ----
+
+// Shared memory: kFewKeys keys, whose 16-byte chunks 4 to 7 of eight stand before 0 to 3 in odd
+// rows, against bank conflicts; each warp's part of their scores; the row's angles.
+constexpr int64_t FewSharedBytes(int heads) {
+  return kFewKeys * kKeyBytes + heads / 8 * (kFewKeys * 4 * 4) + kDim / 2 * 8;
+}
+
+// Starts the copies of the run of keys at `first`, as far as they are visible. keys: of the slot.
+__device__ __forceinline__ void CopyRun(const std::byte* keys, int first, int visible,
+                                        std::byte* to) {
+#pragma unroll 1
+  for (int unit = static_cast<int>(threadIdx.x); unit < kFewKeys * (kKeyBytes / 16);
+       unit += static_cast<int>(blockDim.x)) {
+    const int key = unit / (kKeyBytes / 16);
+    if (first + key < visible) {
+      CopyAsync16(to + 16 * (unit ^ (key % 2 * 4)),
+                  keys + static_cast<int64_t>(first) * kKeyBytes + 16 * unit);
+    }
+  }
+  CopyAsyncCommit();
+}
+
+// A lane's part of its warp's eight heads, the right operand: columns 32 group + 8t..+7 of head g.
+struct EightHeads {
+  uint4 group[4];
+};
+__device__ __forceinline__ EightHeads RotateHeads(const uint4 (&q)[4][2], const float4* angles) {
+  EightHeads heads;
+#pragma unroll
+  for (int group = 0; group < 4; ++group) {
+    const float4* of = angles + 2 * (4 * group + static_cast<int>(threadIdx.x) % 4);
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint4 x = q[group][i];
+      const float4 turn = of[i];
+      const float2 lo =
+          RotatePair(make_float2(__uint_as_float(x.x), __uint_as_float(x.y)), turn.x, turn.y);
+      const float2 hi =
+          RotatePair(make_float2(__uint_as_float(x.z), __uint_as_float(x.w)), turn.z, turn.w);
+      words[2 * i] = FloatsToBf162(lo.x, lo.y);
+      words[2 * i + 1] = FloatsToBf162(hi.x, hi.y);
+    }
+    heads.group[group] = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  return heads;
+}
+
+// The warp's part of the scores of a run of keys: that of key k and lanes t at 4k + t.
+__device__ __forceinline__ void AddRun(const std::byte* keys, const EightHeads& heads,
+                                       float2 weight, float* parts) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int odd = lane / 4 % 2 * 64;
+  const std::byte* own = keys + lane / 4 * kKeyBytes + lane % 4 * 16;
+  float d[2][4] = {};
+#pragma unroll
+  for (int group = 0; group < 4; ++group) {
+    const uint32_t b0[2] = {heads.group[group].x, heads.group[group].y};
+    const uint32_t b1[2] = {heads.group[group].z, heads.group[group].w};
+    const std::byte* from = own + (64 * group ^ odd);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const uint4 lo = *reinterpret_cast<const uint4*>(from + 16 * m * kKeyBytes);
+      const uint4 hi = *reinterpret_cast<const uint4*>(from + (16 * m + 8) * kKeyBytes);
+      const uint32_t a0[4] = {lo.x, hi.x, lo.y, hi.y}, a1[4] = {lo.z, hi.z, lo.w, hi.w};
+      MmaBf16(d[m], a0, b0);
+      MmaBf16(d[m], a1, b1);
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      parts[(2 * m + half) * kWarpSize + lane] =
+          HeadPair(weight, d[m][2 * half], d[m][2 * half + 1]);
+    }
+  }
+}
+
+// All warps' parts to the scores of a run of keys.
+__device__ __forceinline__ void StoreRun(const float* parts, int warps, float scale, int count,
+                                         float* scores) {
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < 4 * kFewKeys; i += static_cast<int>(blockDim.x)) {
+    float sum = 0.0f;
+    for (int w = 0; w < warps; ++w) sum += parts[w * (4 * kFewKeys) + i];
+    sum += __shfl_xor_sync(kFullMask, sum, 1);
+    sum += __shfl_xor_sync(kFullMask, sum, 2);
+    if (i % 4 == 0 && i / 4 < count) scores[i / 4] = sum * scale;
+  }
+}
+
+// The row's angles by pairs of channels, (cos, sin), into shared memory, by one warp; pairs before
+// the rotated ones stay as they are.
+__device__ __forceinline__ void LoadAngles(const IndexArgs& args, int t, int lane, float2* angles) {
+  const int pairs = args.params.rope_dim / 2, first = kDim / 2 - pairs;
+  const float* cos = args.rope.cos + t * pairs - first;
+  const float* sin = args.rope.sin + t * pairs - first;
+  float2 own[2] = {{1.0f, 0.0f}, {1.0f, 0.0f}};
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const int i = lane + k * kWarpSize;
+    if (i >= first) own[k] = make_float2(cos[i], sin[i]);
+  }
+  angles[lane] = own[0];
+  angles[lane + kWarpSize] = own[1];
+}
+
+// A block for one row and key_tiles runs of keys, a warp for eight heads.
+__global__ void __launch_bounds__(kMaxHeads * 4, 2) FewScoresKernel(IndexArgs args, int key_tiles) {
+  DS4_DYNAMIC_SHARED(shared);
+  LaunchDependents();
+  const int self = static_cast<int>(threadIdx.x), warps = static_cast<int>(blockDim.x) / kWarpSize;
+  const int warp = self / kWarpSize, lane = self % kWarpSize;
+  float* all_parts = reinterpret_cast<float*>(shared + kFewKeys * kKeyBytes);
+  float2* angles = reinterpret_cast<float2*>(all_parts + warps * (4 * kFewKeys));
+  const int row = static_cast<int>(blockIdx.y), t = args.first + row;
+  const int first_key = static_cast<int>(blockIdx.x) * key_tiles * kFewKeys;
+  const int64_t head = static_cast<int64_t>(t) * (8 * warps) + 8 * warp;
+  const float* q_at = args.q + (head + lane / 4) * kDim + lane % 4 * 8;
+  GridDependencyWait();
+
+  // All that needs no position is on its way before the position is used; by loads that the
+  // compiler leaves where they are.
+  const int slot = args.step.slot[t], pos = args.step.pos[t];
+  uint4 q[4][2];
+#pragma unroll
+  for (int group = 0; group < 4; ++group) {
+    q[group][0] = LoadStream16(q_at + 32 * group);
+    q[group][1] = LoadStream16(q_at + 32 * group + 4);
+  }
+  if (warp == 0) LoadAngles(args, t, lane, angles);
+  const int visible = VisibleRows(slot, pos, args.params.ratio);
+  const int end_key = min(visible, first_key + key_tiles * kFewKeys);
+  if (visible <= args.params.index_top_k || first_key >= end_key) return;
+  const std::byte* keys = static_cast<const std::byte*>(args.keys) +
+                          static_cast<int64_t>(slot) * args.max_rows * kKeyBytes;
+  CopyRun(keys, first_key, visible, shared);
+  const float2 weight = *reinterpret_cast<const float2*>(args.head_weights + head + lane % 4 * 2);
+  __syncthreads();
+  const EightHeads heads = RotateHeads(q, reinterpret_cast<const float4*>(angles));
+
+  float* scores = args.scores + row * args.stride;
+#pragma unroll 1
+  for (int first = first_key;;) {
+    CopyAsyncWait<0>();
+    __syncthreads();
+    AddRun(shared, heads, weight, all_parts + warp * (4 * kFewKeys));
+    __syncthreads();
+    const int next = first + kFewKeys;
+    if (next < end_key) CopyRun(keys, next, visible, shared);
+    StoreRun(all_parts, warps, args.scale, visible - first, scores + first);
+    if (next >= end_key) break;
+    first = next;
   }
 }
 
@@ -272,159 +414,11 @@ __global__ void __launch_bounds__(kBlockKeys) PlainScoresKernel(IndexArgs args) 
   args.scores[(t - args.first) * args.stride + first + own] = sum * args.scale;
 }
 
-// ---- Choice ----
-
-// Bits that order like the choice (engine/kernels/indexer.cc): -0 equals +0, NaN comes last.
-__device__ __forceinline__ uint32_t RisingBits(float score) {
-  const uint32_t bits = __float_as_uint(score + 0.0f);
-  if (score != score) return 0;
-  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ int WarpSumInt(int value) {
-#pragma unroll
-  for (int lane = 16; lane > 0; lane /= 2) value += __shfl_xor_sync(kFullMask, value, lane);
-  return value;
-}
-
-// One warp: in which digit the need-th largest lies, and how many it still needs there.
-struct Place {
-  int digit;
-  int need;
-};
-__device__ __forceinline__ void FindDigit(const int* histogram, int need, Place* found) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  constexpr int kOwn = kDigits / kWarpSize;
-  const int top = kDigits - 1 - lane * kOwn;  // lane 0 has the largest digits
-  int own = 0;
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) own += histogram[top - i];
-  int upto = own;  // of this lane and those with larger digits
-#pragma unroll
-  for (int step = 1; step < kWarpSize; step *= 2) {
-    const int other = __shfl_sync(kFullMask, upto, max(lane - step, 0));
-    if (lane >= step) upto += other;
-  }
-  int above = upto - own;
-  if (above >= need || upto < need) return;
-  for (int i = 0; i < kOwn; ++i) {
-    const int here = histogram[top - i];
-    if (above + here >= need) {
-      *found = {top - i, need - above};
-      return;
-    }
-    above += here;
-  }
-}
-
-// The row's keys as RisingBits: the first `kept` in shared memory.
-struct RowScores {
-  const float* scores;
-  const uint32_t* kept_bits;
-  int kept;
-  __device__ __forceinline__ uint32_t operator[](int i) const {
-    return i < kept ? kept_bits[i] : RisingBits(scores[i]);
-  }
-};
-
-// Writes the ids of keys above `threshold`, and of the first `ties` equal to it, in rising order.
-// Each warp counts what its stretch of ids adds, so that it knows where to write.
-__device__ __forceinline__ void WriteChoice(const RowScores& keys, int count, uint32_t threshold,
-                                            int ties, int32_t* picks) {
-  __shared__ int above_of[kChooseWarps], equal_of[kChooseWarps];
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  const int stretch = (count + kChooseThreads - 1) / kChooseThreads * kWarpSize;
-  const int begin = min(count, warp * stretch), end = min(count, begin + stretch);
-  int above = 0, equal = 0;
-  for (int first = begin; first < end; first += kWarpSize) {
-    const uint32_t key = first + lane < end ? keys[first + lane] : 0;
-    above += __popc(__ballot_sync(kFullMask, first + lane < end && key > threshold));
-    equal += __popc(__ballot_sync(kFullMask, first + lane < end && key == threshold));
-  }
-  if (lane == 0) {
-    above_of[warp] = above;
-    equal_of[warp] = equal;
-  }
-  __syncthreads();
-  above = WarpSumInt(lane < warp ? above_of[lane] : 0);
-  equal = WarpSumInt(lane < warp ? equal_of[lane] : 0);
-  const uint32_t before = (1u << lane) - 1;
-  for (int first = begin; first < end; first += kWarpSize) {
-    const uint32_t key = first + lane < end ? keys[first + lane] : 0;
-    const bool is_above = first + lane < end && key > threshold;
-    const bool is_equal = first + lane < end && key == threshold;
-    const uint32_t above_mask = __ballot_sync(kFullMask, is_above);
-    const uint32_t equal_mask = __ballot_sync(kFullMask, is_equal);
-    const int equal_before = equal + __popc(equal_mask & before);
-    if (is_above || (is_equal && equal_before < ties)) {
-      picks[above + __popc(above_mask & before) + min(equal_before, ties)] = first + lane;
-    }
-    above += __popc(above_mask);
-    equal += __popc(equal_mask);
-  }
-}
-
-__global__ void __launch_bounds__(kChooseThreads)
-    ChooseKernel(IndexArgs args, int kept, int32_t* picks, int32_t* count) {
-  DS4_DYNAMIC_SHARED(shared);
-  __shared__ int histogram[4][kDigits];
-  __shared__ Place place;
-  LaunchDependents();
-  const int self = static_cast<int>(threadIdx.x), num_threads = static_cast<int>(blockDim.x);
-  GridDependencyWait();
-  const int t = args.first + static_cast<int>(blockIdx.x);
-  const int visible = VisibleRows(args, t), top_k = args.params.index_top_k;
-  picks += static_cast<int64_t>(t) * top_k;
-  if (self == 0) count[t] = min(visible, top_k);
-  if (visible <= top_k) {
-    for (int i = self; i < visible; i += num_threads) picks[i] = i;
-    return;
-  }
-
-  for (int i = self; i < 4 * kDigits; i += num_threads) histogram[i / kDigits][i % kDigits] = 0;
-  __syncthreads();
-  uint32_t* kept_bits = reinterpret_cast<uint32_t*>(shared);
-  const float* scores = args.scores + blockIdx.x * args.stride;
-  const RowScores keys{scores, kept_bits, kept};
-#pragma unroll 4
-  for (int i = 4 * self; i < visible; i += 4 * num_threads) {
-    const float4 four = *reinterpret_cast<const float4*>(scores + i);  // the row's room is in fours
-    const uint4 bits =
-        make_uint4(RisingBits(four.x), RisingBits(four.y), RisingBits(four.z), RisingBits(four.w));
-    if (i < kept) *reinterpret_cast<uint4*>(kept_bits + i) = bits;
-    atomicAdd(&histogram[0][bits.x >> 24], 1);
-    if (i + 1 < visible) atomicAdd(&histogram[0][bits.y >> 24], 1);
-    if (i + 2 < visible) atomicAdd(&histogram[0][bits.z >> 24], 1);
-    if (i + 3 < visible) atomicAdd(&histogram[0][bits.w >> 24], 1);
-  }
-  uint32_t threshold = 0;
-  int need = top_k;
-  for (int pass = 0; pass < 4; ++pass) {
-    const int shift = 24 - 8 * pass;
-    if (pass > 0) {
-      for (int i = self; i < visible; i += num_threads) {
-        const uint32_t key = keys[i];
-        // Equal in all bytes so far.
-        if ((key ^ threshold) >> (shift + 8) == 0) {
-          atomicAdd(&histogram[pass][key >> shift & 0xff], 1);
-        }
-      }
-    }
-    __syncthreads();
-    if (self < kWarpSize) FindDigit(histogram[pass], need, &place);
-    __syncthreads();
-    threshold |= static_cast<uint32_t>(place.digit) << shift;
-    need = place.need;
-  }
-  WriteChoice(keys, visible, threshold, need, picks);
-}
-
 // ---- Host ----
 
 bool UsesMatrixKernel(const AttentionParams& params) {
   return params.kv_type == KvType::kBF16 && params.index_dim == kDim &&
-         params.index_heads % 8 == 0 && params.index_heads <= 128;
+         params.index_heads % 8 == 0 && params.index_heads <= kMaxHeads;
 }
 
 void CheckParams(const AttentionParams& params, const CompressorCache& cache, int64_t max_visible) {
@@ -444,31 +438,47 @@ void CheckParams(const AttentionParams& params, const CompressorCache& cache, in
 
 // Rows scored at once, so that their scores fit the scratch.
 int64_t ScoreRows(int64_t rows, int64_t stride) {
-  return std::min(rows, std::max<int64_t>(kMaxRowTile, kScratchLimit / (4 * stride)));
+  return std::min(rows, std::max<int64_t>(kRowTile, kScratchLimit / (4 * stride)));
 }
 
 int64_t ScoreStride(int64_t max_visible) { return (max_visible + 3) / 4 * 4; }
 
+// Runs of keys of one block, so that `blocks` blocks of one run each become no more than `enough`
+// where possible.
+int KeyTiles(int64_t blocks, int64_t enough) {
+  return static_cast<int>(std::clamp<int64_t>(blocks / enough, 1, kMaxKeyTiles));
+}
+
+void LaunchFewScores(const LaunchContext& launch, const IndexArgs& args, int64_t max_visible) {
+  const int rows = args.end - args.first, heads = args.params.index_heads;
+  const int key_runs = static_cast<int>((max_visible + kFewKeys - 1) / kFewKeys);
+  const int tiles = KeyTiles(int64_t{key_runs} * rows, int64_t{kFewBlocks} * launch.num_sms);
+  const dim3 grid((key_runs + tiles - 1) / tiles, rows);
+  Launch(launch, grid, dim3(heads * 4), FewSharedBytes(heads), FewScoresKernel, args, tiles);
+}
+
+// Neighbours share the keys that a warp holds, and a block keeps its queries for several runs of
+// keys, as long as every SM has some blocks.
+void LaunchManyScores(const LaunchContext& launch, const IndexArgs& args, int64_t max_visible) {
+  const int key_runs = static_cast<int>((max_visible + kBlockKeys - 1) / kBlockKeys);
+  const int row_blocks = (args.end - args.first + kRowTile - 1) / kRowTile;
+  const int tiles = KeyTiles(int64_t{key_runs} * row_blocks, int64_t{8} * launch.num_sms);
+  const dim3 grid((key_runs + tiles - 1) / tiles, row_blocks);
+  Launch(launch, grid, dim3(kScoreThreads), ScoreSharedBytes(args.params.index_heads, kRowTile),
+         ManyScoresKernel, args, tiles);
+}
+
 // Neither the rows nor the keys of a block matter to the results.
 void LaunchScores(const LaunchContext& launch, const IndexArgs& args, int64_t max_visible) {
   const int rows = args.end - args.first;
-  const int key_runs = static_cast<int>((max_visible + kBlockKeys - 1) / kBlockKeys);
   if (!UsesMatrixKernel(args.params)) {
-    Launch(launch, dim3(static_cast<unsigned>(key_runs), static_cast<unsigned>(rows)), kBlockKeys,
-           static_cast<size_t>(PlainSharedBytes(args.params)), PlainScoresKernel, args);
-    return;
+    const dim3 grid((max_visible + kBlockKeys - 1) / kBlockKeys, rows);
+    Launch(launch, grid, dim3(kBlockKeys), PlainSharedBytes(args.params), PlainScoresKernel, args);
+  } else if (rows <= kMaxFewScoreRows) {
+    LaunchFewScores(launch, args, max_visible);
+  } else {
+    LaunchManyScores(launch, args, max_visible);
   }
-  // Many rows: neighbours share the keys that a warp holds, and a block keeps its queries for
-  // several runs of keys, as long as every SM has some blocks.
-  const int row_tile = rows >= 64 ? kMaxRowTile : 1;
-  const int row_blocks = (rows + row_tile - 1) / row_tile;
-  const int64_t blocks = static_cast<int64_t>(key_runs) * row_blocks;
-  const int key_tiles =
-      static_cast<int>(std::clamp<int64_t>(blocks / (8 * launch.num_sms), 1, kMaxKeyTiles));
-  const int key_blocks = (key_runs + key_tiles - 1) / key_tiles;
-  Launch(launch, dim3(static_cast<unsigned>(key_blocks), static_cast<unsigned>(row_blocks)),
-         kScoreThreads, static_cast<size_t>(ScoreSharedBytes(args.params.index_heads, row_tile)),
-         ScoresKernel, args, row_tile, key_tiles);
 }
 
 }  // namespace
@@ -477,7 +487,7 @@ int64_t IndexScratchBytes(const AttentionParams& params, int64_t rows, int64_t m
   if (max_visible <= params.index_top_k) return 0;
   // Never less for fewer visible rows or more rows, so that one scratch serves smaller steps.
   const int64_t row_bytes = 4 * ScoreStride(max_visible);
-  return std::min(rows * row_bytes, std::max(kScratchLimit, kMaxRowTile * row_bytes));
+  return std::min(rows * row_bytes, std::max(kScratchLimit, kRowTile * row_bytes));
 }
 
 void LaunchIndex(const LaunchContext& launch, const AttentionParams& params, const StepRows& step,
@@ -495,21 +505,19 @@ void LaunchIndex(const LaunchContext& launch, const AttentionParams& params, con
   args.max_rows = cache.max_rows;
   args.end = rows;
   if (max_visible <= params.index_top_k) {
-    Launch(launch, static_cast<unsigned>(rows), 256, 0, ChooseKernel, args, 0, picks, count);
+    LaunchChoose(launch, args, max_visible, picks, count);
     return;
   }
   args.scale = 1.0f / (std::sqrt(static_cast<float>(params.index_dim)) *
                        std::sqrt(static_cast<float>(params.index_heads)));
   args.scores = reinterpret_cast<float*>(scratch);
   args.stride = ScoreStride(max_visible);
-  const int kept = static_cast<int>(std::min<int64_t>(args.stride, kMaxKeptKeys));
   const int64_t batch = ScoreRows(rows, args.stride);
   for (int64_t first = 0; first < rows; first += batch) {
     args.first = static_cast<int>(first);
     args.end = static_cast<int>(std::min<int64_t>(rows, first + batch));
     LaunchScores(launch, args, max_visible);
-    Launch(launch, static_cast<unsigned>(args.end - args.first), kChooseThreads,
-           static_cast<size_t>(kept) * 4, ChooseKernel, args, kept, picks, count);
+    LaunchChoose(launch, args, max_visible, picks, count);
   }
 }
 

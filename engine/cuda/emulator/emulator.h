@@ -178,6 +178,20 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, DS4_EMULATOR_HERE) {
   return lane.out[0];
 }
 
+#define DS4_EMULATOR_REDUCE(T, name, combine)                         \
+  inline T name(unsigned mask, T value, DS4_EMULATOR_HERE) {          \
+    for (int lane = 1; lane < 32; lane *= 2) {                        \
+      const T other = __shfl_xor_sync(mask, value, lane, file, line); \
+      value = combine;                                                \
+    }                                                                 \
+    return value;                                                     \
+  }
+DS4_EMULATOR_REDUCE(unsigned, __reduce_min_sync, std::min(value, other))
+DS4_EMULATOR_REDUCE(unsigned, __reduce_max_sync, std::max(value, other))
+DS4_EMULATOR_REDUCE(unsigned, __reduce_add_sync, value + other)
+DS4_EMULATOR_REDUCE(int, __reduce_add_sync, value + other)
+#undef DS4_EMULATOR_REDUCE
+
 // Plain: all blocks of a launch run on one OS thread.
 template <typename T>
 T atomicAdd(T* address, std::type_identity_t<T> value) {

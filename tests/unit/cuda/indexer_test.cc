@@ -255,6 +255,18 @@ TEST(IndexerTest, EqualScoresGoToTheLowerId) {
   }
 }
 
+// One score far from all others: they differ by less than a part in many of the whole span.
+TEST(IndexerTest, OneScoreDwarfsTheOthers) {
+  for (const AttentionParams& params : kShapes) {
+    SCOPED_TRACE(testing::Message() << params.index_heads << " x " << params.index_dim);
+    TestDevice device;
+    Case c(params, 1, 250, 7);
+    for (int i = 0; i < params.index_dim; ++i) c.keys[7 * params.index_dim + i] *= 4096.0f;
+    c.AddRow(0, 999);
+    ExpectChoice(c, ChooseRows(device, c));
+  }
+}
+
 TEST(IndexerTest, ChoosesAmongMoreKeysThanSharedMemoryKeeps) {
   TestDevice device;
   Case c(Shape(KvType::kF32, 1, 2, 0, 600), 1, 34000, 5);

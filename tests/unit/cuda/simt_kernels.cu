@@ -45,6 +45,11 @@ __global__ void ExchangeKernel(const float* x, float* out) {
   row[4] = WarpSum(own);
   row[5] = WarpMax(own);
   row[6] = FromFour(own, 2);
+  const unsigned bits = __float_as_uint(own);
+  row[7] = __uint_as_float(__reduce_min_sync(kFullMask, bits));
+  row[8] = __uint_as_float(__reduce_max_sync(kFullMask, bits));
+  row[9] = __uint_as_float(__reduce_add_sync(kFullMask, bits));
+  row[10] = __int_as_float(__reduce_add_sync(kFullMask, __float_as_int(own)));
 }
 
 __global__ void IntegersKernel(const uint32_t* a, const uint32_t* b, int count, uint32_t* out) {

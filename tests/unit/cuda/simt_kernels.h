@@ -22,8 +22,9 @@ void LaunchNarrow(const LaunchContext& launch, const float* x, int count, uint16
                   uint16_t* bf16, uint32_t* pairs);
 
 // x: [32] of one warp. out [lane][kExchanges]: from lane 3i, from lane ^ 5, from lane + 7, ballot
-// of x > 0, WarpSum, WarpMax, lane 2 of its four.
-inline constexpr int kExchanges = 7;
+// of x > 0, WarpSum, WarpMax, lane 2 of its four; of the bits of x the least, the greatest, their
+// sum and that of ints.
+inline constexpr int kExchanges = 11;
 void LaunchExchange(const LaunchContext& launch, const float* x, float* out);
 
 // One value a row of `out`, all of (a, b): see simt_test.cc.

@@ -98,8 +98,12 @@ TEST_F(SimtTest, LanesExchangeValues) {
   LaunchExchange(launch, in.as<float>(), out.as<float>());
   const auto got = ToHost<float>(out);
   float sum = 0, highest = x[0];
-  uint32_t positive = 0;
+  uint32_t positive = 0, least_bits = ~0u, most_bits = 0, sum_of_bits = 0;
   for (int i = 0; i < 32; ++i) {
+    const auto bits = std::bit_cast<uint32_t>(x[i]);
+    least_bits = std::min(least_bits, bits);
+    most_bits = std::max(most_bits, bits);
+    sum_of_bits += bits;
     sum += x[i];
     highest = std::max(highest, x[i]);
     positive |= (x[i] > 0 ? 1u : 0u) << i;
@@ -113,6 +117,10 @@ TEST_F(SimtTest, LanesExchangeValues) {
     EXPECT_EQ(row[4], sum) << "lane " << i;
     EXPECT_EQ(row[5], highest) << "lane " << i;
     EXPECT_EQ(row[6], x[i / 4 * 4 + 2]) << "lane " << i;
+    EXPECT_EQ(std::bit_cast<uint32_t>(row[7]), least_bits) << "lane " << i;
+    EXPECT_EQ(std::bit_cast<uint32_t>(row[8]), most_bits) << "lane " << i;
+    EXPECT_EQ(std::bit_cast<uint32_t>(row[9]), sum_of_bits) << "lane " << i;
+    EXPECT_EQ(std::bit_cast<uint32_t>(row[10]), sum_of_bits) << "lane " << i;
   }
 }
 
