@@ -24,23 +24,55 @@ int64_t SplitRows(const AttentionParams& params) {
   return UsesTiles(params) ? CeilDiv(kRowBlocks, HeadGroups(params)) - 1 : kPlainRows;
 }
 
-// Sums over the block's heads of one split: [m][n] as TileSums has them.
-template <int kDim>
-__device__ void StorePartial(const AttentionArgs& args, int t, int first_head, int split,
-                             const TileSums<kDim, 1>& sums) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+// The ids of a lane's keys of the tile that starts at key `first`. Picks are on their way before
+// the position is known: where they stand if the window is full, which it is but for a session's
+// start.
+struct EarlyPicks {
+  int of[2] = {0, 0};
+
+  __device__ __forceinline__ void Load(const AttentionArgs& args, int t, int first) {
+    if (args.job.picks == nullptr) return;
+    const int32_t* picks = args.job.picks + static_cast<int64_t>(t) * args.params.index_top_k;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int head = first_head + lane / 4 + 8 * i;
-    if (head >= args.params.num_heads) continue;
-    float* to =
-        args.partial + args.SplitIndex(t, head, split) * kDim + warp * (kDim / 8) + 2 * (lane % 4);
-#pragma unroll
-    for (int n = 0; n < kDim / 64; ++n) {
-      *reinterpret_cast<float2*>(to + 8 * n) =
-          make_float2(sums[0][n][2 * i], sums[0][n][2 * i + 1]);
+    for (int i = 0; i < 2; ++i) {
+      const int w = first + OwnTileRow(i) - args.params.sliding_window;
+      of[i] = static_cast<int>(LoadEarly4(picks + min(max(w, 0), args.params.index_top_k - 1)));
     }
   }
+  __device__ __forceinline__ int2 Ids(const AttentionArgs& args, const RowKeys& keys,
+                                      int first) const {
+    if (keys.picks == nullptr || keys.num_window < args.params.sliding_window) {
+      return OwnKeyIds(keys, first);
+    }
+    return make_int2(keys.Id(first + OwnTileRow(0), of[0]), keys.Id(first + OwnTileRow(1), of[1]));
+  }
+};
+
+// One split's weighted sums, of heads first_head + 0..15 as far as there are.
+template <int kDim>
+__device__ __forceinline__ void StorePartial(const AttentionArgs& args, int t, int first_head,
+                                             int split, const float* weights, std::byte* tile) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head = first_head + lane / 4, heads = args.params.num_heads;
+  float* to =
+      args.partial + args.SplitIndex(t, head, split) * kDim + warp * (kDim / 8) + 2 * (lane % 4);
+  float* to_high = to + 8 * args.splits * kDim;
+  MultiplyTile<kDim, 1, kDim / 64>(
+      weights, tile, 0, [&](int, int, const float(&products)[kDim / 64][4]) {
+        if (head < heads) {
+#pragma unroll
+          for (int n = 0; n < kDim / 64; ++n) {
+            *reinterpret_cast<float2*>(to + 8 * n) = make_float2(products[n][0], products[n][1]);
+          }
+        }
+        if (head + 8 < heads) {
+#pragma unroll
+          for (int n = 0; n < kDim / 64; ++n) {
+            *reinterpret_cast<float2*>(to_high + 8 * n) =
+                make_float2(products[n][2], products[n][3]);
+          }
+        }
+      });
 }
 
 template <int kDim>
@@ -49,19 +81,22 @@ __global__ void __launch_bounds__(kTileThreads, 2) TileSplitKernel(AttentionArgs
   DS4_DYNAMIC_SHARED(memory);
   using Shared = TileShared<kDim, 1, 1>;
   const Shared shared{memory};
-  GridDependencyWait();
   const int t = args.first_row + blockIdx.x, split = blockIdx.y, first_head = 16 * blockIdx.z;
+  const int first = split * kAttentionSplit;
+  GridDependencyWait();
   // What needs no position is on its way before the position is used; the norms of the queries come
   // while the keys are on theirs.
+  const RowPlace place = LoadPlace(args, t);
+  EarlyPicks picks;
+  picks.Load(args, t, first);
   constexpr int kWarps = kTileThreads / 32;
   HeadChannels<kDim> heads[Shared::kHeads / kWarps];
   const int own_head = static_cast<int>(threadIdx.x) / 32;
   LoadHeads<kDim>(args, t, first_head, own_head, heads);
-  const ChannelAngles angles = LoadHeadAngles<kDim>(args, t);
-  const RowKeys keys = KeysOfRow(args, t);
-  const int first = split * kAttentionSplit;
+  const ChannelAngles<4> angles = LoadHeadAngles<kDim>(args, t);
+  const RowKeys keys = KeysOfRow(args, t, place);
   if (first >= keys.total) return;
-  LoadKeyTile<kDim>(args, OwnKeyId(keys, first), shared.keys(0));
+  LoadKeyTile<kDim>(args, picks.Ids(args, keys, first), shared.keys(0));
 #pragma unroll
   for (int i = 0; i < Shared::kHeads / kWarps; ++i) {
     NormRotateHead<kDim>(args, angles, heads[i], shared.query(), own_head + i * kWarps);
@@ -74,18 +109,12 @@ __global__ void __launch_bounds__(kTileThreads, 2) TileSplitKernel(AttentionArgs
   if (head < Shared::kHeads) {
     float2 softmax[1];
     WeighHeads(shared.scores(0), shared.scores(1), args.scale, keys.total - first, softmax);
-    if (threadIdx.x % 8 == 0) {
-      shared.old_part()[head] = 0.0f;
-      shared.new_part()[head] = 1.0f;
-      if (first_head + head < args.params.num_heads) {
-        args.softmax[args.SplitIndex(t, first_head + head, split)] = softmax[0];
-      }
+    if (threadIdx.x % 8 == 0 && first_head + head < args.params.num_heads) {
+      args.softmax[args.SplitIndex(t, first_head + head, split)] = softmax[0];
     }
   }
   __syncthreads();
-  TileSums<kDim, 1> sums = {};
-  AddTile<kDim, 1>(shared.scores(0), shared.keys(0), shared.old_part(), shared.new_part(), sums);
-  StorePartial<kDim>(args, t, first_head, split, sums);
+  StorePartial<kDim>(args, t, first_head, split, shared.scores(0), shared.keys(0));
 }
 
 // The head's normed and rotated query, float32, in shared memory.
@@ -187,37 +216,35 @@ __device__ __forceinline__ void FoldBatch(const float2* softmax, int first, int 
   __syncwarp();
 }
 
-// One head's splits of a row, eight channels in each thread. Reads the first batch of splits before
+// One head's splits of a row, four channels in each thread. Reads the first batch of splits before
 // it knows how many there are, for a shorter chain of loads.
-__global__ void __launch_bounds__(kMaxHeadDim / 8) CombineKernel(AttentionArgs args) {
+__global__ void __launch_bounds__(kMaxHeadDim / 4) CombineKernel(AttentionArgs args) {
   LaunchDependents();
-  __shared__ float4 all_folds[kMaxHeadDim / 8];
+  __shared__ float4 all_folds[kMaxHeadDim / 4];
   const int t = args.first_row + blockIdx.x, head = blockIdx.y;
-  const float sink = args.job.sinks[head];  // a weight
-  GridDependencyWait();
   const int dim = args.params.head_dim, rope_dim = args.params.rope_dim;
-  const int channel = 8 * threadIdx.x;
+  const int channel = 4 * static_cast<int>(threadIdx.x);
   const bool active = channel < dim;
-  const RowKeys keys = KeysOfRow(args, t);
-  const int64_t row_angles = static_cast<int64_t>(t) * (rope_dim / 2);
-  const ChannelAngles angles =
-      LoadAngles(channel, dim, rope_dim, args.rope.cos + row_angles, args.rope.sin + row_angles);
-  const int used = (keys.total + kAttentionSplit - 1) / kAttentionSplit;
   const int64_t head_first = args.SplitIndex(t, head, 0);
   const float* partial = args.partial + head_first * dim + (active ? channel : 0);
   float4* folds = all_folds + threadIdx.x / 32 * 32;
+  const float sink = args.job.sinks[head];  // a weight
+  const HeadPlace place = PlaceOfHead(head, args.params.num_heads, args.job.heads_per_group, dim);
+  GridDependencyWait();
+  const RowPlace row = LoadPlace(args, t);
+  const int64_t row_angles = static_cast<int64_t>(t) * (rope_dim / 2);
+  const ChannelAngles<2> angles =
+      LoadAngles<2>(channel, dim, rope_dim, args.rope.cos + row_angles, args.rope.sin + row_angles);
   float max_so_far = -INFINITY, sum_so_far = 0.0f;
-  float v[8] = {};
-  int first = 0;
+  float v[4] = {};
+  int first = 0, used = 0;
   do {
-    float4 low[kCombineBatch], high[kCombineBatch];
+    float4 splits[kCombineBatch];
 #pragma unroll
     for (int i = 0; i < kCombineBatch; ++i) {
-      const int split = min(first + i, args.splits - 1);
-      const float4* from = reinterpret_cast<const float4*>(partial + split * dim);
-      low[i] = from[0];
-      high[i] = from[1];
+      splits[i] = *reinterpret_cast<const float4*>(partial + min(first + i, args.splits - 1) * dim);
     }
+    used = (KeysOfRow(args, t, row).total + kAttentionSplit - 1) / kAttentionSplit;
     FoldBatch(args.softmax + head_first, first, used, max_so_far, folds);
 #pragma unroll
     for (int i = 0; i < kCombineBatch; ++i) {
@@ -225,21 +252,20 @@ __global__ void __launch_bounds__(kMaxHeadDim / 8) CombineKernel(AttentionArgs a
       const float4 fold = folds[i];
       const FoldFactors factors{fold.x, fold.y};
       sum_so_far = FoldValue(sum_so_far, fold.z, factors);
-      const float split[8] = {low[i].x,  low[i].y,  low[i].z,  low[i].w,
-                              high[i].x, high[i].y, high[i].z, high[i].w};
+      const float split[4] = {splits[i].x, splits[i].y, splits[i].z, splits[i].w};
 #pragma unroll
-      for (int k = 0; k < 8; ++k) v[k] = FoldValue(v[k], split[k], factors);
+      for (int k = 0; k < 4; ++k) v[k] = FoldValue(v[k], split[k], factors);
     }
     first += kCombineBatch;
     __syncwarp();  // before the next batch's factors
   } while (first < used);
   const float factor = FinalFactor(max_so_far, sum_so_far, sink);
 #pragma unroll
-  for (int k = 0; k < 8; ++k) v[k] = active ? v[k] * factor : 0.0f;
+  for (int k = 0; k < 4; ++k) v[k] = active ? v[k] * factor : 0.0f;
   TurnBack(v, channel, dim, rope_dim, angles);
-  const HeadPlace place = PlaceOfHead(head, args.params.num_heads, args.job.heads_per_group, dim);
   StoreColumns(args.job.out, t, place.first_col + channel, v, active);
-  StorePadding(args.job.out, t, place.first_col + dim, place.padding_end, threadIdx.x, blockDim.x);
+  StorePadding<4>(args.job.out, t, place.first_col + dim, place.padding_end, threadIdx.x,
+                  blockDim.x);
 }
 
 void CheckJob(const AttentionParams& params, const AttentionJob& job, const LayerCache& cache) {
@@ -290,7 +316,7 @@ void LaunchSplits(const LaunchContext& launch, const AttentionArgs& args, int ro
   } else {
     LaunchTileSplits<256>(launch, args, rows);
   }
-  const unsigned threads = CeilDiv(args.params.head_dim, 8 * 32) * 32;
+  const unsigned threads = CeilDiv(args.params.head_dim, 4 * 32) * 32;
   Launch(launch, dim3(rows, args.params.num_heads), dim3(threads), 0, CombineKernel, args);
 }
 
@@ -298,7 +324,7 @@ void LaunchSplits(const LaunchContext& launch, const AttentionArgs& args, int ro
 
 bool UsesTiles(const AttentionParams& params) {
   return params.kv_type == KvType::kBF16 && (params.head_dim == 512 || params.head_dim == 256) &&
-         params.rope_dim <= 256;
+         params.rope_dim <= 256 && params.rope_dim % 8 == 0;
 }
 
 int64_t AttentionScratchBytes(const AttentionParams& params, int64_t rows, int64_t max_keys) {

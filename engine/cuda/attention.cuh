@@ -57,36 +57,56 @@ struct RowKeys {
   int compressed_row = 0;  // of compressed row 0
   const int32_t* picks = nullptr;
 
-  __device__ __forceinline__ int Id(int j) const {
-    if (j < num_window) {
-      const int row = first_ring_row + j;
-      return window_row + (row < ring ? row : row - ring);
-    }
+  // Which compressed row key j is; anything where it is none.
+  __device__ __forceinline__ int Compressed(int j) const {
     const int w = j - num_window;
-    return -1 - compressed_row - (picks != nullptr ? picks[w] : w);
+    return picks != nullptr && w >= 0 && j < total ? picks[w] : w;
   }
+  // Key j, which is row `compressed` if it is a compressed one. Past the last key it is some key of
+  // the row.
+  __device__ __forceinline__ int Id(int j, int compressed) const {
+    const int row = first_ring_row + min(j, num_window - 1);
+    const int id = window_row + (row < ring ? row : row - ring);
+    return j < num_window || j >= total ? id : -1 - compressed_row - compressed;
+  }
+  __device__ __forceinline__ int Id(int j) const { return Id(j, Compressed(j)); }
 };
 
-// A row that only fills up the batch (slot -1) reads slot 0; nobody uses what it computes.
-__device__ __forceinline__ RowKeys KeysOfRow(const AttentionArgs& args, int t) {
+// What a row's keys follow from. The loads stay where they stand.
+struct RowPlace {
+  int slot = 0;  // of a row that only fills up the batch: 0; nobody uses what it computes
+  int pos = 0;
+  int picked = 0;
+};
+__device__ __forceinline__ RowPlace LoadPlace(const AttentionArgs& args, int t) {
+  RowPlace place;
+  place.slot = max(static_cast<int>(LoadEarly4(args.step.slot + t)), 0);
+  place.pos = static_cast<int>(LoadEarly4(args.step.pos + t));
+  if (args.job.pick_count != nullptr) {
+    place.picked = static_cast<int>(LoadEarly4(args.job.pick_count + t));
+  }
+  return place;
+}
+
+__device__ __forceinline__ RowKeys KeysOfRow(const AttentionArgs& args, int t, RowPlace place) {
   const AttentionJob& job = args.job;
   RowKeys keys;
-  const int picked = job.pick_count != nullptr ? job.pick_count[t] : 0;
-  const int slot = max(args.step.slot[t], 0);
-  const int pos = args.step.pos[t];
-  keys.num_window = min(pos + 1, args.params.sliding_window);
+  keys.num_window = min(place.pos + 1, args.params.sliding_window);
   keys.ring = args.cache.ring;
-  keys.first_ring_row = (pos + 1 - keys.num_window) % keys.ring;
-  keys.window_row = slot * keys.ring;
+  keys.first_ring_row = (place.pos + 1 - keys.num_window) % keys.ring;
+  keys.window_row = place.slot * keys.ring;
   keys.total = keys.num_window;
   if (args.params.ratio > 0) {
-    keys.compressed_row = slot * args.cache.compressor.max_rows;
-    keys.total += job.picks != nullptr ? picked : (pos + 1) / args.params.ratio;
+    keys.compressed_row = place.slot * args.cache.compressor.max_rows;
+    keys.total += job.picks != nullptr ? place.picked : (place.pos + 1) / args.params.ratio;
     if (job.picks != nullptr) {
       keys.picks = job.picks + static_cast<int64_t>(t) * args.params.index_top_k;
     }
   }
   return keys;
+}
+__device__ __forceinline__ RowKeys KeysOfRow(const AttentionArgs& args, int t) {
+  return KeysOfRow(args, t, LoadPlace(args, t));
 }
 
 // The address of key `id` in caches of elements T.

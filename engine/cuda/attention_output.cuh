@@ -24,17 +24,20 @@ __device__ __forceinline__ HeadPlace PlaceOfHead(int head, int num_heads, int he
   return {first, last ? group_first + group_cols : first + head_dim};
 }
 
-// Angles of the pairs among the lane's eight channels, which start at channel `channel` of the head
-// (a multiple of eight); not turned where there are none. cos, sin: the row's, [rope_dim / 2].
+// Angles of the kPairs pairs among the lane's channels, which start at channel `channel` of the
+// head (a multiple of their number); not turned where there are none. cos, sin: the row's,
+// [rope_dim / 2].
+template <int kPairs>
 struct ChannelAngles {
-  float cos[4];
-  float sin[4];
+  float cos[kPairs];
+  float sin[kPairs];
 };
-__device__ __forceinline__ ChannelAngles LoadAngles(int channel, int head_dim, int rope_dim,
-                                                    const float* cos, const float* sin) {
-  ChannelAngles angles;
+template <int kPairs>
+__device__ __forceinline__ ChannelAngles<kPairs> LoadAngles(int channel, int head_dim, int rope_dim,
+                                                            const float* cos, const float* sin) {
+  ChannelAngles<kPairs> angles;
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
+  for (int k = 0; k < kPairs; ++k) {
     const int from = channel + 2 * k - (head_dim - rope_dim);
     const bool turned = from >= 0 && from < rope_dim;
     angles.cos[k] = turned ? cos[from / 2] : 1.0f;
@@ -43,11 +46,12 @@ __device__ __forceinline__ ChannelAngles LoadAngles(int channel, int head_dim, i
   return angles;
 }
 
-// Turns the lane's eight channels back.
-__device__ __forceinline__ void TurnBack(float (&v)[8], int channel, int head_dim, int rope_dim,
-                                         const ChannelAngles& angles) {
+// Turns the lane's channels back.
+template <int kPairs>
+__device__ __forceinline__ void TurnBack(float (&v)[2 * kPairs], int channel, int head_dim,
+                                         int rope_dim, const ChannelAngles<kPairs>& angles) {
 #pragma unroll
-  for (int k = 0; k < 4; ++k) {
+  for (int k = 0; k < kPairs; ++k) {
     const int from = channel + 2 * k - (head_dim - rope_dim);
     if (from < 0 || from >= rope_dim) continue;
     const float2 x = RotatePair(make_float2(v[2 * k], v[2 * k + 1]), angles.cos[k], -angles.sin[k]);
@@ -56,64 +60,79 @@ __device__ __forceinline__ void TurnBack(float (&v)[8], int channel, int head_di
   }
 }
 
-// StoreActivation32's rule for eight columns in a lane: four lanes hold a block of 32. The whole
-// warp calls it; lanes with `active` false write nothing.
+// StoreActivation32's rule for kCols (4 or 8) columns in a lane: neighbouring lanes hold a block of
+// 32. The whole warp calls it; lanes with `active` false write nothing.
+template <int kCols>
 __device__ __forceinline__ void StoreQuantized(const ActivationView& out, int row, int64_t col,
-                                               const float (&v)[8], bool active) {
+                                               const float (&v)[kCols], bool active) {
   uint32_t magnitude = 0;
 #pragma unroll
-  for (int k = 0; k < 8; ++k) magnitude = max(magnitude, __float_as_uint(v[k]) & 0x7fffffffu);
-  magnitude = max(magnitude, __shfl_xor_sync(kFullMask, magnitude, 1));
-  magnitude = max(magnitude, __shfl_xor_sync(kFullMask, magnitude, 2));
+  for (int k = 0; k < kCols; ++k) magnitude = max(magnitude, __float_as_uint(v[k]) & 0x7fffffffu);
+#pragma unroll
+  for (int lane = 1; lane < 32 / kCols; lane *= 2) {
+    magnitude = max(magnitude, __shfl_xor_sync(kFullMask, magnitude, lane));
+  }
   const float amax = __uint_as_float(magnitude);
   const bool zeros = amax < kTinyAmax;
   const float inverse = 127.0f / amax;
   int sum = 0;
-  uint64_t bytes = 0;
+  uint32_t words[kCols / 4] = {};
 #pragma unroll
-  for (int k = 0; k < 8; ++k) {
+  for (int k = 0; k < kCols; ++k) {
     const float rounded = fminf(fmaxf(rintf(v[k] * inverse), -127.0f), 127.0f);
     const int value = zeros ? 0 : static_cast<int>(rounded);
     sum += value;
-    bytes |= static_cast<uint64_t>(value & 0xff) << (8 * k);
+    words[k / 4] |= static_cast<uint32_t>(value & 0xff) << (k % 4 * 8);
   }
-  sum += __shfl_xor_sync(kFullMask, sum, 1);
+#pragma unroll
+  for (int lane = 1; lane < 16 / kCols; lane *= 2) {
+    sum += __shfl_xor_sync(kFullMask, sum, lane);
+  }
   if (!active) return;
   const float scale = zeros ? 0.0f : amax / 127.0f;
   const int64_t tiles = TilesOf(out);
   const int64_t block = col / 32;
-  const int part = static_cast<int>(col / 8 % 4);
-  out.q[(block * tiles + row / 8) * 32 + row % 8 * 4 + part] = bytes;
-  if (part == 0) out.scale[block * tiles * 8 + row] = scale;
-  if (out.sums != nullptr && part % 2 == 0) {
+  const int in_block = static_cast<int>(col % 32);
+  uint32_t* to = reinterpret_cast<uint32_t*>(out.q + (block * tiles + row / 8) * 32 + row % 8 * 4 +
+                                             in_block / 8) +
+                 in_block / 4 % 2;
+#pragma unroll
+  for (int k = 0; k < kCols / 4; ++k) to[k] = words[k];
+  if (in_block == 0) out.scale[block * tiles * 8 + row] = scale;
+  if (out.sums != nullptr && in_block % 16 == 0) {
     out.sums[col / 16 * tiles * 8 + row] = scale * static_cast<float>(sum);
   }
 }
 
-// Eight neighbouring columns of one row in a lane, in every form of `out`. The whole warp calls it.
+// kCols (4 or 8) neighbouring columns of one row in a lane, in every form of `out`. The whole warp
+// calls it.
+template <int kCols>
 __device__ __forceinline__ void StoreColumns(const ActivationView& out, int row, int64_t col,
-                                             const float (&v)[8], bool active) {
-  if (active && out.f32 != nullptr) {
-    float4* to = reinterpret_cast<float4*>(out.f32 + row * out.cols + col);
-    to[0] = make_float4(v[0], v[1], v[2], v[3]);
-    to[1] = make_float4(v[4], v[5], v[6], v[7]);
-  }
-  if (active && out.bf16 != nullptr) {
-    *reinterpret_cast<uint4*>(out.bf16 + row * out.cols + col) =
-        make_uint4(FloatsToBf162(v[0], v[1]), FloatsToBf162(v[2], v[3]), FloatsToBf162(v[4], v[5]),
-                   FloatsToBf162(v[6], v[7]));
+                                             const float (&v)[kCols], bool active) {
+#pragma unroll
+  for (int k = 0; k < kCols; k += 4) {
+    const int64_t at = row * out.cols + col + k;
+    if (active && out.f32 != nullptr) {
+      *reinterpret_cast<float4*>(out.f32 + at) = make_float4(v[k], v[k + 1], v[k + 2], v[k + 3]);
+    }
+    if (active && out.bf16 != nullptr) {
+      *reinterpret_cast<uint2*>(out.bf16 + at) =
+          make_uint2(FloatsToBf162(v[k], v[k + 1]), FloatsToBf162(v[k + 2], v[k + 3]));
+    }
   }
   if (out.q != nullptr) StoreQuantized(out, row, col, v, active);
 }
 
 // Zeroes the group's padding behind its last head. The whole warp calls it with its own share:
-// lanes `lane`, `lane + lanes`, ... of eight columns each.
+// lanes `lane`, `lane + lanes`, ... of kCols columns each.
+template <int kCols>
 __device__ __forceinline__ void StorePadding(const ActivationView& out, int row, int64_t begin,
                                              int64_t end, int lane, int lanes) {
-  const float zeros[8] = {};
+  const float zeros[kCols] = {};
   // Rounded up to whole warps, for the quantised form is written by warps.
-  for (int64_t first = begin; first < end; first += 8 * lanes) {
-    const int64_t col = first + 8 * lane;
+#pragma unroll 1
+  for (int64_t first = begin; first < end; first += kCols * lanes) {
+    const int64_t col = first + kCols * lane;
     StoreColumns(out, row, col, zeros, col < end);
   }
 }

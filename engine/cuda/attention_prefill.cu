@@ -26,7 +26,7 @@ __device__ void StoreHeads(const AttentionArgs& args, int t, int first_head, flo
     }
   }
   const int rope_dim = args.params.rope_dim;
-  const ChannelAngles angles = LoadHeadAngles<kDim>(args, t);
+  const ChannelAngles<4> angles = LoadHeadAngles<kDim>(args, t);
   __syncthreads();
 #pragma unroll 2
   for (int row = warp; row < 16 * kHeadTiles; row += kTileThreads / 32) {
@@ -44,7 +44,7 @@ __device__ void StoreHeads(const AttentionArgs& args, int t, int first_head, flo
       if (channel >= kDim - 256) TurnBack(v, channel, kDim, rope_dim, angles);
       StoreColumns(args.job.out, t, place.first_col + channel, v, true);
     }
-    StorePadding(args.job.out, t, place.first_col + kDim, place.padding_end, lane, 32);
+    StorePadding<8>(args.job.out, t, place.first_col + kDim, place.padding_end, lane, 32);
   }
 }
 
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(kTileThreads, 1) TileRowsKernel(AttentionArgs 
   GridDependencyWait();
   const int t = blockIdx.x, first_head = Shared::kHeads * blockIdx.y;
   const RowKeys keys = KeysOfRow(args, t);
-  LoadKeyTile<kDim>(args, OwnKeyId(keys, 0), shared.keys(0));
-  int next_id = OwnKeyId(keys, kAttentionSplit);  // one tile ahead of its use
+  LoadKeyTile<kDim>(args, OwnKeyIds(keys, 0), shared.keys(0));
+  int2 next_ids = OwnKeyIds(keys, kAttentionSplit);  // one tile ahead of its use
   LoadQueries<kDim, Shared::kHeads>(args, t, first_head, shared.query());
   if (t + ahead < static_cast<int>(gridDim.x)) {
     PrefetchQueries<kDim, Shared::kHeads>(args, t + ahead, first_head);
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kTileThreads, 1) TileRowsKernel(AttentionArgs 
     __syncthreads();  // the tile is there, and nobody uses the one before any more
     const auto load_next = [&] {
       if (first + kAttentionSplit < keys.total) {
-        LoadKeyTile<kDim>(args, next_id, shared.keys(stage ^ 1));
-        next_id = OwnKeyId(keys, first + 2 * kAttentionSplit);
+        LoadKeyTile<kDim>(args, next_ids, shared.keys(stage ^ 1));
+        next_ids = OwnKeyIds(keys, first + 2 * kAttentionSplit);
       }
     };
     if (copies_first) load_next();

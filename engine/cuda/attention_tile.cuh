@@ -15,8 +15,8 @@
 
 namespace ds4::cuda {
 
-// Whether the tiles serve this model and cache (at most 256 channels turn), and the launch in which
-// one block folds all tiles of a row and up to 64 heads (attention_prefill.cu).
+// Whether the tiles serve this model and cache (at most 256 channels turn, by eights), and the
+// launch in which one block folds all tiles of a row and up to 64 heads (attention_prefill.cu).
 bool UsesTiles(const AttentionParams& params);
 void LaunchTileRows(const LaunchContext& launch, const AttentionArgs& args, int rows);
 
@@ -51,40 +51,48 @@ __device__ __forceinline__ std::byte* ChunkAt(std::byte* rows, int row, int chun
   return rows + row * (2 * kDim) + ((chunk ^ (row & 7)) << 4);
 }
 
+__device__ __forceinline__ void StoreFloats(uint4 bits, float* to) {
+  to[0] = __uint_as_float(bits.x), to[1] = __uint_as_float(bits.y);
+  to[2] = __uint_as_float(bits.z), to[3] = __uint_as_float(bits.w);
+}
+
 // One head's projections, eight neighbouring channels of each 256 in a lane.
 template <int kDim>
 using HeadChannels = float[kDim / 256][8];
 
-// q null: zeros.
 template <int kDim>
 __device__ __forceinline__ void LoadHead(const float* q, HeadChannels<kDim>& v) {
 #pragma unroll
   for (int i = 0; i < kDim / 256; ++i) {
 #pragma unroll
     for (int k = 0; k < 8; k += 4) {
-      float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (q != nullptr) {
-        x = *reinterpret_cast<const float4*>(q + 256 * i + 8 * (threadIdx.x % 32) + k);
-      }
-      v[i][k] = x.x, v[i][k + 1] = x.y, v[i][k + 2] = x.z, v[i][k + 3] = x.w;
+      StoreFloats(LoadEarly16(q + 256 * i + 8 * (threadIdx.x % 32) + k), &v[i][k]);
     }
   }
 }
 
 // A lane's angles for its channels of a head's last 256, the same for every head.
 template <int kDim>
-__device__ __forceinline__ ChannelAngles LoadHeadAngles(const AttentionArgs& args, int t) {
-  const int rope_dim = args.params.rope_dim;
-  const int64_t row = static_cast<int64_t>(t) * (rope_dim / 2);
-  return LoadAngles(kDim - 256 + 8 * (static_cast<int>(threadIdx.x) % 32), kDim, rope_dim,
-                    args.rope.cos + row, args.rope.sin + row);
+__device__ __forceinline__ ChannelAngles<4> LoadHeadAngles(const AttentionArgs& args, int t) {
+  const int pairs = args.params.rope_dim / 2;
+  // The lane's channels turn all or not at all.
+  const int from = 4 * static_cast<int>(threadIdx.x % 32) - (128 - pairs);
+  ChannelAngles<4> angles;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) angles.cos[k] = 1.0f, angles.sin[k] = 0.0f;
+  if (from >= 0) {
+    const int64_t at = static_cast<int64_t>(t) * pairs + from;
+    StoreFloats(LoadEarly16(args.rope.cos + at), angles.cos);
+    StoreFloats(LoadEarly16(args.rope.sin + at), angles.sin);
+  }
+  return angles;
 }
 
 // Norm over all channels, rotation of the last ones, to a row of bf16 queries.
 template <int kDim>
 __device__ __forceinline__ void NormRotateHead(const AttentionArgs& args,
-                                               const ChannelAngles& angles, HeadChannels<kDim>& v,
-                                               std::byte* queries, int row) {
+                                               const ChannelAngles<4>& angles,
+                                               HeadChannels<kDim>& v, std::byte* queries, int row) {
   const int lane = threadIdx.x % 32;
   float squares = 0.0f;
 #pragma unroll
@@ -99,9 +107,7 @@ __device__ __forceinline__ void NormRotateHead(const AttentionArgs& args,
 #pragma unroll
     for (int k = 0; k < 8; k += 2) {
       float2 x = make_float2(v[i][k] * factor, v[i][k + 1] * factor);
-      if (i + 1 == kDim / 256 && 256 * i + 8 * lane + k >= kDim - args.params.rope_dim) {
-        x = RotatePair(x, angles.cos[k / 2], angles.sin[k / 2]);
-      }
+      if (i + 1 == kDim / 256) x = RotatePair(x, angles.cos[k / 2], angles.sin[k / 2]);
       v[i][k] = x.x, v[i][k + 1] = x.y;
     }
     *reinterpret_cast<uint4*>(ChunkAt<kDim>(queries, row, 32 * i + lane)) =
@@ -111,7 +117,7 @@ __device__ __forceinline__ void NormRotateHead(const AttentionArgs& args,
 }
 
 // The projections of kBatch of the block's heads on their way: `first` and every eighth behind it.
-// Heads past the last one become zeros.
+// In place of heads past the last one, which nobody uses, stands that one again.
 template <int kDim, int kBatch>
 __device__ __forceinline__ void LoadHeads(const AttentionArgs& args, int t, int first_head,
                                           int first, HeadChannels<kDim> (&heads)[kBatch]) {
@@ -119,8 +125,8 @@ __device__ __forceinline__ void LoadHeads(const AttentionArgs& args, int t, int 
   const float* q = args.job.q + static_cast<int64_t>(t) * num_heads * kDim;
 #pragma unroll
   for (int i = 0; i < kBatch; ++i) {
-    const int head = first_head + first + i * (kTileThreads / 32);
-    LoadHead<kDim>(head < num_heads ? q + static_cast<int64_t>(head) * kDim : nullptr, heads[i]);
+    const int head = min(first_head + first + i * (kTileThreads / 32), num_heads - 1);
+    LoadHead<kDim>(q + static_cast<int64_t>(head) * kDim, heads[i]);
   }
 }
 
@@ -130,7 +136,7 @@ __device__ __forceinline__ void LoadQueries(const AttentionArgs& args, int t, in
                                             std::byte* queries) {
   constexpr int kWarps = kTileThreads / 32;
   constexpr int kBatch = kHeads / kWarps < 8 ? kHeads / kWarps : 8;
-  const ChannelAngles angles = LoadHeadAngles<kDim>(args, t);
+  const ChannelAngles<4> angles = LoadHeadAngles<kDim>(args, t);
 #pragma unroll 1
   for (int first = threadIdx.x / 32; first < kHeads; first += kBatch * kWarps) {
     HeadChannels<kDim> heads[kBatch];
@@ -142,26 +148,28 @@ __device__ __forceinline__ void LoadQueries(const AttentionArgs& args, int t, in
   }
 }
 
-// The key whose id this lane brings for the tile that starts at key `first`: lanes 0 to 7 of warp w
-// bring keys 8w to 8w + 7. Past the last key it is that one again, whose weight there will be zero.
-__device__ __forceinline__ int OwnKeyId(const RowKeys& keys, int first) {
-  const int j = first + static_cast<int>(threadIdx.x) / 32 * 8 + static_cast<int>(threadIdx.x) % 8;
-  return keys.Id(min(j, keys.total - 1));
+// A lane brings an eighth of two keys of a tile: of rows OwnTileRow(0) and OwnTileRow(1).
+__device__ __forceinline__ int OwnTileRow(int i) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  return static_cast<int>(threadIdx.x) / 32 * 8 + 4 * i + lane / 8;
+}
+// Their ids, of the tile that starts at key `first`. Keys past the last one will weigh nothing.
+__device__ __forceinline__ int2 OwnKeyIds(const RowKeys& keys, int first) {
+  return make_int2(keys.Id(first + OwnTileRow(0)), keys.Id(first + OwnTileRow(1)));
 }
 
 // Starts the copy of a tile's keys.
 template <int kDim>
-__device__ __forceinline__ void LoadKeyTile(const AttentionArgs& args, int own_id,
+__device__ __forceinline__ void LoadKeyTile(const AttentionArgs& args, int2 own_ids,
                                             std::byte* tile) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int chunk = static_cast<int>(threadIdx.x) % 8;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int id = __shfl_sync(kFullMask, own_id, i);
-    const uint16_t* key = KeyAddress<uint16_t>(args.cache, kDim, id);
+  for (int i = 0; i < 2; ++i) {
+    const uint16_t* key =
+        KeyAddress<uint16_t>(args.cache, kDim, i == 0 ? own_ids.x : own_ids.y) + 8 * chunk;
+    std::byte* to = ChunkAt<kDim>(tile, OwnTileRow(i), chunk);
 #pragma unroll
-    for (int chunk = lane; chunk < kDim / 8; chunk += 32) {
-      CopyAsync16(ChunkAt<kDim>(tile, 8 * warp + i, chunk), key + 8 * chunk);
-    }
+    for (int c = 0; c < kDim / 64; ++c) CopyAsync16(to + 128 * c, key + 64 * c);
   }
   CopyAsyncCommit();
 }
@@ -336,54 +344,70 @@ __device__ __forceinline__ void WeighHeads(float* low, const float* high, float 
 template <int kDim, int kHeadTiles>
 using TileSums = float[kHeadTiles][kDim / 64][4];
 
-// sums = old_part * sums + new_part * (weights x tile), the product started from zero.
+// The products of a warp's channels and kM tiles of 16 heads from head `first` on, started from
+// zero, kN channel tiles at once: take(head tile of kM, first channel tile, products).
+template <int kDim, int kM, int kN, typename Take>
+__device__ __forceinline__ void MultiplyTile(const float* weights, std::byte* tile, int first,
+                                             Take take) {
+  constexpr int kSteps = kAttentionSplit / 16;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32_t a[kM][kSteps][4];
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      LoadMatrix4(a[m][step], weights + (first + 16 * m + lane % 16) * kScoreStride + 8 * step +
+                                  4 * (lane / 16));
+    }
+  }
+#pragma unroll
+  for (int first_n = 0; first_n < kDim / 64; first_n += kN) {
+    float products[kM][kN][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+        uint32_t b[4];
+        LoadMatrix4Trans(b, ChunkAt<kDim>(tile, 16 * step + lane % 16,
+                                          warp * (kDim / 64) + first_n + n + lane / 16));
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          MmaBf16(products[m][n], a[m][step], {b[0], b[1]});
+          MmaBf16(products[m][n + 1], a[m][step], {b[2], b[3]});
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kM; ++m) take(m, first_n, products[m]);
+  }
+}
+
+// sums = old_part * sums + new_part * (weights x tile).
 template <int kDim, int kHeadTiles>
 __device__ __forceinline__ void AddTile(const float* weights, std::byte* tile,
                                         const float* old_part, const float* new_part,
                                         TileSums<kDim, kHeadTiles>& sums) {
   constexpr int kM = kHeadTiles == 1 ? 1 : 2;  // at once: what registers allow
-  constexpr int kSteps = kAttentionSplit / 16;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row = static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
   for (int first = 0; first < kHeadTiles; first += kM) {
-    uint32_t a[kM][kSteps][4];
     FoldFactors factors[kM][2];
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      const int row = 16 * (first + m);
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        LoadMatrix4(a[m][step],
-                    weights + (row + lane % 16) * kScoreStride + 8 * step + 4 * (lane / 16));
-      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        factors[m][i] = {old_part[row + 8 * i + lane / 4], new_part[row + 8 * i + lane / 4]};
+        const int head = 16 * (first + m) + 8 * i + row;
+        factors[m][i] = {old_part[head], new_part[head]};
       }
     }
+    MultiplyTile<kDim, kM, 2>(
+        weights, tile, 16 * first, [&](int m, int n, const float(&products)[2][4]) {
 #pragma unroll
-    for (int n = 0; n < kDim / 64; n += 2) {
-      float product[kM][2][4] = {};
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        uint32_t b[4];
-        LoadMatrix4Trans(
-            b, ChunkAt<kDim>(tile, 16 * step + lane % 16, warp * (kDim / 64) + n + lane / 16));
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          MmaBf16(product[m][0], a[m][step], {b[0], b[1]});
-          MmaBf16(product[m][1], a[m][step], {b[2], b[3]});
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          float& sum = sums[first + m][n + i / 4][i % 4];
-          sum = FoldValue(sum, product[m][i / 4][i % 4], factors[m][i % 4 / 2]);
-        }
-      }
-    }
+          for (int i = 0; i < 8; ++i) {
+            float& sum = sums[first + m][n + i / 4][i % 4];
+            sum = FoldValue(sum, products[i / 4][i % 4], factors[m][i % 4 / 2]);
+          }
+        });
   }
 }
 

@@ -334,14 +334,13 @@ __global__ void __launch_bounds__(kMaxHeads * 4, 2) FewScoresKernel(IndexArgs ar
   const float* q_at = args.q + (head + lane / 4) * kDim + lane % 4 * 8;
   GridDependencyWait();
 
-  // All that needs no position is on its way before the position is used; by loads that the
-  // compiler leaves where they are.
+  // All that needs no position is on its way before the position is used.
   const int slot = args.step.slot[t], pos = args.step.pos[t];
   uint4 q[4][2];
 #pragma unroll
   for (int group = 0; group < 4; ++group) {
-    q[group][0] = LoadStream16(q_at + 32 * group);
-    q[group][1] = LoadStream16(q_at + 32 * group + 4);
+    q[group][0] = LoadEarly16(q_at + 32 * group);
+    q[group][1] = LoadEarly16(q_at + 32 * group + 4);
   }
   if (warp == 0) LoadAngles(args, t, lane, angles);
   const int visible = VisibleRows(slot, pos, args.params.ratio);

@@ -122,6 +122,22 @@ __device__ __forceinline__ uint4 LoadStream16(const void* global) {
   return v;
 }
 
+// 16 or 4 bytes by a load that the compiler leaves where it stands. It moves an ordinary load
+// behind a branch that may leave it out, and there the load waits for what the branch waits for.
+__device__ __forceinline__ uint4 LoadEarly16(const void* global) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(__cvta_generic_to_global(global)));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t LoadEarly4(const void* global) {
+  uint32_t v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(__cvta_generic_to_global(global)));
+  return v;
+}
+
 // Four 8 x 8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8 (16
 // bytes, aligned). r[j]: of matrix j, row lane / 4, elements 2 (lane % 4) and the next; Trans: of
 // the transposed matrix.

@@ -325,6 +325,11 @@ inline uint4 LoadStream16(const void* global) {
   emulator::CheckAligned(global, 16, "a 16-byte load that is not 16-byte aligned");
   return *static_cast<const uint4*>(global);
 }
+inline uint4 LoadEarly16(const void* global) { return LoadStream16(global); }
+inline uint32_t LoadEarly4(const void* global) {
+  emulator::CheckAligned(global, 4, "a 4-byte load that is not 4-byte aligned");
+  return *static_cast<const uint32_t*>(global);
+}
 inline void GridDependencyWait() { emulator::MarkDependencyWait(); }
 inline void LaunchDependents() {}
 uint32_t LoadAcquireSystem(const uint32_t* flag);

@@ -188,7 +188,16 @@ __global__ void StreamCopyKernel(const std::byte* x, int bytes, std::byte* out) 
   if (GlobalIndex() == 0) PrefetchL2(x, static_cast<uint32_t>(bytes));
   GridDependencyWait();
   const int at = static_cast<int>(GlobalIndex()) * 16;
-  if (at < bytes) *reinterpret_cast<uint4*>(out + at) = LoadStream16(x + at);
+  if (at >= bytes) return;
+  uint4& to = *reinterpret_cast<uint4*>(out + at);
+  if (threadIdx.x % 3 == 0) {
+    to = LoadStream16(x + at);
+  } else if (threadIdx.x % 3 == 1) {
+    to = LoadEarly16(x + at);
+  } else {
+    to = make_uint4(LoadEarly4(x + at), LoadEarly4(x + at + 4), LoadEarly4(x + at + 8),
+                    LoadEarly4(x + at + 12));
+  }
 }
 
 __global__ void NumberThreadsKernel(int* out) {

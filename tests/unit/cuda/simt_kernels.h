@@ -51,7 +51,8 @@ void LaunchReverse(const LaunchContext& launch, const float* x, int blocks, size
 // out[i] = sum over stages s of x[s * 128 + i] * (s + 1), i < 128, by a ring of three asynchronous
 // copies in flight.
 void LaunchPipeline(const LaunchContext& launch, const float* x, int stages, float* out);
-// out = x, 16 bytes a thread, past L1 and after a prefetch. bytes: a multiple of 16.
+// out = x, 16 bytes a thread, after a prefetch, by each kind of load. bytes: a multiple
+// of 16.
 void LaunchStreamCopy(const LaunchContext& launch, const void* x, int bytes, void* out);
 
 // out[linear block][linear thread] = 1000 * linear block + linear thread, over a grid 3 x 2 x 2 of

@@ -271,7 +271,7 @@ TEST_F(SimtTest, AsynchronousCopiesInGroups) {
   }
 }
 
-TEST_F(SimtTest, StreamingLoads) {
+TEST_F(SimtTest, LoadsOfSixteenBytes) {
   std::vector<uint32_t> x(1001 * 4);
   for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<uint32_t>(i) * 2654435761u;
   const DeviceBuffer in = ToDevice(x), out = Zeros(x.size() * 4);
