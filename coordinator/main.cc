@@ -50,6 +50,7 @@ std::vector<std::string> WorkerArgs(const Options& options) {
   if (options.synthetic_layers > 0) add("--layers", StrCat(options.synthetic_layers));
   add("--kv-type", options.kv_type);
   add("--expert-memory", options.expert_memory);
+  add("--replicated-weights", options.replicated_weights);
   add("--device-transport", options.device_transport);
   if (options.deterministic) args.emplace_back("--deterministic");
   return args;

@@ -76,8 +76,9 @@ Status CheckAlike(const std::vector<Member>& members) {
     return FailedPreconditionError(StrCat(
         RankName(static_cast<int>(i), members[i].address), ": computes with ", own, ", ",
         RankName(0, members[0].address), " with ", first,
-        "; start all workers with the same --kv-type and --deterministic (a CPU worker has f32 "
-        "keys and keeps the lanes always)"));
+        "; start all workers with the same --kv-type, --deterministic and --replicated-weights (a "
+        "CPU worker has f32 keys, keeps the lanes always and takes the weights as the file has "
+        "them)"));
   }
   return OkStatus();
 }

@@ -54,6 +54,10 @@ void AddLocalWorkerOptions(CLI::App& app, Options& o) {
   app.add_option("--expert-memory", o.expert_memory,
                  "with --local on GPUs: where routed experts live")
       ->check(CLI::IsMember({"device", "host"}));
+  app.add_option("--replicated-weights", o.replicated_weights,
+                 "with --local on GPUs: type of the compressors' and the indexer's matrices; "
+                 "ds4-worker --help")
+      ->check(CLI::IsMember({"auto", "file", "q8_0"}));
   app.add_option("--device-transport", o.device_transport,
                  "with --local on GPUs: how small sums go from GPU to GPU")
       ->check(CLI::IsMember({"auto", "push", "nccl", "host"}));
@@ -154,11 +158,12 @@ Status CheckModel(const CLI::App& app, const Options& o) {
 
 Status CheckLocalWorkers(const Options& o) {
   const bool any = !o.backend.empty() || !o.kv_type.empty() || !o.expert_memory.empty() ||
-                   !o.device_transport.empty() || o.deterministic;
+                   !o.replicated_weights.empty() || !o.device_transport.empty() || o.deterministic;
   if (any && o.local == 0 && !o.local_gpus) {
     return InvalidArgumentError(
-        "--backend, --kv-type, --expert-memory, --device-transport and --deterministic are for the "
-        "workers that --local starts; give them to the workers of --workers themselves");
+        "--backend, --kv-type, --expert-memory, --replicated-weights, --device-transport and "
+        "--deterministic are for the workers that --local starts; give them to the workers of "
+        "--workers themselves");
   }
   if (o.local_gpus && o.backend == "cpu") {
     return InvalidArgumentError("--local gpus and --backend cpu contradict each other");

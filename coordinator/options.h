@@ -31,10 +31,11 @@ struct Options {
   int64_t synthetic_layers = 0;  // 0: the preset's
 
   // Given on to the workers that we start: their options of the same names.
-  std::string backend;           // cpu | cuda; empty: cpu, with local_gpus cuda
-  std::string kv_type;           // f32 | bf16; empty: theirs
-  std::string expert_memory;     // device | host; empty: theirs
-  std::string device_transport;  // auto | push | nccl | host; empty: theirs
+  std::string backend;             // cpu | cuda; empty: cpu, with local_gpus cuda
+  std::string kv_type;             // f32 | bf16; empty: theirs
+  std::string expert_memory;       // device | host; empty: theirs
+  std::string replicated_weights;  // auto | file | q8_0; empty: theirs
+  std::string device_transport;    // auto | push | nccl | host; empty: theirs
   bool deterministic = false;
 
   // What to do. With none of the three: an interactive chat.

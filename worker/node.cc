@@ -17,8 +17,12 @@ namespace {
 // What gives other bits, whatever the backend. Both values stand in the coordinator's error.
 std::string ArithmeticText(const EngineOptions& engine) {
   const bool is_cpu = engine.backend == Backend::kCpu;
-  return StrCat("kv ", is_cpu || engine.kv_f32 ? "f32" : "bf16", ", sums in lanes ",
-                is_cpu || engine.deterministic ? "always" : "in decode");
+  const bool as_file = is_cpu || engine.replicated_weights == ReplicatedWeights::kFile;
+  return StrCat(
+      "kv ", is_cpu || engine.kv_f32 ? "f32" : "bf16", ", sums in lanes ",
+      is_cpu || engine.deterministic ? "always" : "in decode",
+      as_file ? ""
+              : StrCat(", replicated weights ", ReplicatedWeightsName(engine.replicated_weights)));
 }
 
 // Asking a socket again and again saves two wake-ups per exchange, but takes the core from the peer
@@ -76,6 +80,7 @@ Status Node::ChooseEngine(const WorkerOptions& options) {
   engine_.kv_f32 = options.kv_type == "f32";
   engine_.deterministic = options.deterministic;
   engine_.expert_memory = options.expert_memory;
+  engine_.replicated_weights = options.replicated_weights;
   engine_.device_transport = options.device_transport;
   info_.backend = std::string(BackendName(choice.backend));
   info_.kernel_isa = is_cpu ? std::string(KernelIsa()) : info_.backend;

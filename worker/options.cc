@@ -37,7 +37,8 @@ constexpr const char* kExamples =
     "    ds4-worker --list-devices\n"
     "  Flash's shapes with random weights, to measure speed without the file:\n"
     "    ds4-worker --synthetic flash --quant q2 --backend cuda\n"
-    "All ranks of a group must have the same --kv-type and --deterministic.\n";
+    "All ranks of a group must have the same --kv-type, --deterministic and "
+    "--replicated-weights.\n";
 
 // Values as text, so that our own checks name option, value and range in one way.
 struct RawOptions {
@@ -49,6 +50,7 @@ struct RawOptions {
   std::string device = "0";
   std::string layers;
   std::string expert_memory = "device";
+  std::string replicated_weights = "auto";
 };
 
 std::string OneOf(const std::vector<std::string>& values) { return StrJoin(values, "|"); }
@@ -78,6 +80,13 @@ void DeclareEngine(CLI::App& app, RawOptions& raw, WorkerOptions& options) {
   app.add_option("--expert-memory", raw.expert_memory,
                  "cuda: where routed experts live; host is slower, for a model that does not fit")
       ->type_name("device|host")
+      ->capture_default_str();
+  app.add_option(
+         "--replicated-weights", raw.replicated_weights,
+         "cuda: type in memory of the compressors' and the indexer's F16 and BF16 matrices: "
+         "as in the file, or Q8_0, half as much to read for each token; auto takes Q8_0 "
+         "in layers whose other projections are")
+      ->type_name("auto|file|q8_0")
       ->capture_default_str();
   app.add_option("--device-transport", options.device_transport,
                  "cuda: how small sums go from GPU to GPU; auto measures at start and says which")
@@ -174,6 +183,9 @@ Status CheckEngine(const CLI::App& app, const RawOptions& raw, WorkerOptions& op
   }
   RETURN_IF_ERROR(CheckOneOf("--expert-memory", raw.expert_memory, {"device", "host"}));
   if (raw.expert_memory == "host") options.expert_memory = ExpertMemory::kHost;
+  RETURN_IF_ERROR(
+      CheckOneOf("--replicated-weights", raw.replicated_weights, {"auto", "file", "q8_0"}));
+  ASSIGN_OR_RETURN(options.replicated_weights, ParseReplicatedWeights(raw.replicated_weights));
   return CheckOneOf("--device-transport", options.device_transport,
                     {"auto", "push", "nccl", "host"});
 }

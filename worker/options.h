@@ -34,6 +34,7 @@ struct WorkerOptions {
   std::string kv_type;           // f32, bf16; empty: cpu f32, cuda bf16
   bool deterministic = false;
   ExpertMemory expert_memory = ExpertMemory::kDevice;
+  ReplicatedWeights replicated_weights = ReplicatedWeights::kAuto;
   std::string device_transport = "auto";
 
   bool list_devices = false;  // print them and end

@@ -35,6 +35,15 @@ int GraphRows(int rows) {
   return kMaxFewRows;
 }
 
+WeightOptions WeightOptionsOf(const EngineOptions& options) {
+  WeightOptions weights;
+  weights.synthetic = !options.synthetic.empty();
+  weights.experts_on_host = options.expert_memory == ExpertMemory::kHost;
+  weights.replicated = options.replicated_weights;
+  weights.num_threads = options.num_threads;
+  return weights;
+}
+
 }  // namespace
 
 CudaEngine::~CudaEngine() {
@@ -60,8 +69,8 @@ Status CudaEngine::PlanMemory(const DeviceInfo& device, const GgufFile& file) {
   sizes.slots = options_.max_sessions;
   sizes.kv_type = options_.kv_f32 ? KvType::kF32 : KvType::kBF16;
   sizes.deterministic = options_.deterministic;
-  const bool experts_on_host = options_.expert_memory == ExpertMemory::kHost;
-  ASSIGN_OR_RETURN(const WeightBytes bytes, DeviceWeightBytes(config_, file, own, experts_on_host));
+  ASSIGN_OR_RETURN(const WeightBytes bytes,
+                   DeviceWeightBytes(config_, file, own, WeightOptionsOf(options_)));
   const int64_t weights = bytes.device;
   const int64_t scratch =
       DeviceTransformer::ScratchBytes(config_, own, plan_.lanes, sizes, bytes.has_f32_matrices);
@@ -70,6 +79,7 @@ Status CudaEngine::PlanMemory(const DeviceInfo& device, const GgufFile& file) {
       comm_->world_size() == 1 ? 0 : 3 * int64_t{comm_->world_size()} * ExchangeBytes();
   const int64_t total = weights + scratch + caches + exchange;
   stats_.device_bytes = total;
+  stats_.saved_bytes = bytes.saved;
   stats_.kv_bytes_per_session = caches / options_.max_sessions;
   if (total > device.free_bytes - kDriverBytes) {
     return ResourceExhaustedError(
@@ -111,11 +121,8 @@ Status CudaEngine::LoadModel(const LoadProgress& progress) {
   ASSIGN_OR_RETURN(group_, DeviceGroup::Create(comm_, stream_, group));
 
   const auto start = std::chrono::steady_clock::now();
-  const WeightOptions weight_options{!options_.synthetic.empty(),
-                                     options_.expert_memory == ExpertMemory::kHost,
-                                     options_.num_threads};
-  ASSIGN_OR_RETURN(weights_,
-                   LoadDeviceWeights(config_, *file, own, weight_options, stream_, progress));
+  ASSIGN_OR_RETURN(weights_, LoadDeviceWeights(config_, *file, own, WeightOptionsOf(options_),
+                                               stream_, progress));
   TransformerOptions sizes;
   sizes.max_rows = options_.max_batch_rows;
   sizes.max_context = options_.max_context;

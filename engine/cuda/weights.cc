@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 #include <map>
+#include <mutex>
 #include <random>
 
 #include "engine/base/mapped_file.h"
@@ -22,20 +24,44 @@ int64_t Aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; 
 
 using Progress = std::function<bool(int64_t, int64_t)>;
 
+// `count` rows of `cols` values from `first` on, `stride` bytes apart, one after the other to
+// `out`: as they are, or in another type.
+Status CopyRows(DType from, DType to, int64_t cols, const std::byte* first, int64_t stride,
+                int64_t count, std::byte* out) {
+  const auto from_bytes = static_cast<size_t>(BytesFor(from, cols));
+  const auto to_bytes = static_cast<size_t>(BytesFor(to, cols));
+  if (from == to && stride == static_cast<int64_t>(from_bytes)) {
+    std::memcpy(out, first, count * from_bytes);
+    return OkStatus();
+  }
+  std::vector<float> values(from == to ? 0 : cols);
+  for (int64_t r = 0; r < count; ++r) {
+    const std::byte* row = first + r * stride;
+    std::byte* at = out + r * to_bytes;
+    if (from == to) {
+      std::memcpy(at, row, from_bytes);
+      continue;
+    }
+    RETURN_IF_ERROR(Dequantize(from, {row, from_bytes}, values));
+    RETURN_IF_ERROR(Quantize(to, values, {at, to_bytes}));
+  }
+  return OkStatus();
+}
+
 // Where tensors go: without memory it only adds up bytes.
 class Loader {
  public:
   Loader(const ModelConfig& config, const GgufFile& file, const RankPlan& plan,
-         bool experts_on_host)
-      : config_(config), file_(file), plan_(plan), experts_on_host_(experts_on_host) {
+         const WeightOptions& options)
+      : config_(config), file_(file), plan_(plan), options_(options) {
     for (const TensorSlice& slice : plan.slices) slices_[slice.spec.name] = &slice;
   }
 
   Status Measure() { return Walk(); }
   WeightBytes Measured() const {
-    return {used_ + kStagingBuffers * kStagingBytes, host_used_, weights_.has_f32_matrices};
+    return {used_ + kStagingBuffers * kStagingBytes, host_used_, saved_, weights_.has_f32_matrices};
   }
-  Status Fill(bool synthetic, int num_threads, Stream& stream, const Progress& progress);
+  Status Fill(Stream& stream, const Progress& progress);
   DeviceWeights Take() { return std::move(weights_); }
 
  private:
@@ -53,7 +79,7 @@ class Loader {
   Status Attention(const std::string& prefix, const LayerConfig& layer, DeviceAttention& out);
   Status Moe(const std::string& prefix, const LayerConfig& layer, DeviceMoe& out);
   Status HyperConnection(const std::string& name, HcWeights& out);
-  Status Compressor(const std::string& name, DeviceCompressor& out);
+  Status Compressor(const std::string& name, bool rounded, DeviceCompressor& out);
 
   Result<Source> Find(const std::string& name) const;
   std::byte* Reserve(int64_t bytes) {
@@ -64,7 +90,7 @@ class Loader {
   // For a stack of matrices, one for each expert or one in all.
   std::byte* ReserveMatrices(const Source& source, int64_t bytes) {
     if (source.slice->dtype == DType::kF32) weights_.has_f32_matrices = true;
-    if (!experts_on_host_ || source.experts == 1) return Reserve(bytes);
+    if (!options_.experts_on_host || source.experts == 1) return Reserve(bytes);
     std::byte* at = filling_ ? weights_.expert_memory.data() + host_used_ : nullptr;
     host_used_ += Aligned(bytes);
     return at;
@@ -77,14 +103,19 @@ class Loader {
   // All experts' rows, the rank's rows of each when split by rows; `parts` cuts the rows into that
   // many matrices.
   Status Rows(const std::string& name, PackedMatrix& out, int64_t parts = 1);
+  // The same of a matrix that WeightOptions::replicated is about; `rounded`: its input is rounded
+  // to int8 for other matrices anyway.
+  Status Replicated(const std::string& name, bool rounded, PackedMatrix& out);
+  Status RowsAs(DType dtype, const Source& source, int64_t parts, PackedMatrix& out);
   // A matrix split by columns: experts x local lanes matrices.
   Status LaneColumns(const std::string& name, PackedMatrix& out);
   Status HashIds(const std::string& name, const int32_t*& out);
 
   Status CheckType(const Source& source) const;
-  // Packs matrix `index` of `out`; row r's blocks are at first + r * stride, `bytes` of them.
-  Status Pack(const PackedMatrix& out, int64_t index, const std::byte* first, int64_t stride,
-              int64_t bytes);
+  Result<bool> AllQ8_0(const std::string& prefix, std::initializer_list<const char*> names) const;
+  // Packs matrix `index` of `out`; row r's blocks are of type `from`, at first + r * stride.
+  Status Pack(const PackedMatrix& out, int64_t index, DType from, const std::byte* first,
+              int64_t stride);
   Status Upload(const void* host, int64_t bytes, std::byte* device);
   Status Advance(int64_t bytes);
   // The next pinned and device staging buffers, free again.
@@ -94,13 +125,13 @@ class Loader {
   const GgufFile& file_;
   const RankPlan& plan_;
   std::map<std::string, const TensorSlice*> slices_;
+  const WeightOptions& options_;
   DeviceWeights weights_;
-  bool experts_on_host_ = false;
   int64_t used_ = 0;
   int64_t host_used_ = 0;
+  int64_t saved_ = 0;
   bool filling_ = false;
 
-  bool synthetic_ = false;
   const Progress* progress_ = nullptr;
   Stream* stream_ = nullptr;
   std::unique_ptr<ThreadPool> pool_;
@@ -128,7 +159,7 @@ Result<Loader::Source> Loader::Find(const std::string& name) const {
                                        type.name, " blocks hold ", type.block_elems));
   }
   source.row_bytes = BytesFor(source.slice->dtype, source.columns);
-  if (!filling_ || synthetic_) return source;
+  if (!filling_ || options_.synthetic) return source;
   ASSIGN_OR_RETURN(const TensorInfo* tensor, BindTensor(file_, source.slice->spec));
   if (static_cast<int64_t>(file_.data(*tensor).size()) != tensor->size_bytes) {
     return FailedPreconditionError(StrCat(file_.path(), ": ", name, " has no data here, ",
@@ -143,6 +174,15 @@ Status Loader::CheckType(const Source& source) const {
   return UnimplementedError(StrCat(source.slice->spec.name, " is ", Info(source.slice->dtype).name,
                                    ", matrices can be F32, F16, BF16, Q8_0, Q4_K, Q2_K, IQ2_XXS or "
                                    "MXFP4 on this device"));
+}
+
+Result<bool> Loader::AllQ8_0(const std::string& prefix,
+                             std::initializer_list<const char*> names) const {
+  for (const char* name : names) {
+    ASSIGN_OR_RETURN(const Source source, Find(prefix + name));
+    if (source.slice->dtype != DType::kQ8_0) return false;
+  }
+  return true;
 }
 
 Result<int> Loader::NextStaging() {
@@ -182,7 +222,7 @@ Status Loader::Vector(const std::string& name, const float*& out, float mean, fl
   out = reinterpret_cast<const float*>(to);
   if (!filling_) return OkStatus();
   std::vector<float> all(total);
-  if (synthetic_) {
+  if (options_.synthetic) {
     std::minstd_rand random(static_cast<unsigned>(seed_++));
     std::uniform_real_distribution<float> draw(mean - spread, mean + spread);
     for (float& value : all) value = draw(random);
@@ -207,7 +247,7 @@ Status Loader::Plain(const std::string& name, DType& dtype, const std::byte*& ou
   std::byte* to = Reserve(bytes);
   out = to;
   if (!filling_) return OkStatus();
-  if (synthetic_) {
+  if (options_.synthetic) {
     // A stretch of random rows again and again: who reads them only looks at one row at a time.
     const int64_t rows = std::min<int64_t>(source.rows, 64);
     std::vector<float> values(rows * source.columns);
@@ -238,7 +278,7 @@ Status Loader::HashIds(const std::string& name, const int32_t*& out) {
   out = reinterpret_cast<const int32_t*>(to);
   if (!filling_) return OkStatus();
   std::vector<int32_t> ids(count);
-  if (synthetic_) {
+  if (options_.synthetic) {
     std::minstd_rand random(static_cast<unsigned>(seed_++));
     const int64_t step = config_.num_experts / source.columns;
     for (int64_t r = 0; r < source.rows; ++r) {
@@ -259,9 +299,11 @@ Status Loader::HashIds(const std::string& name, const int32_t*& out) {
   return Advance(source.slice->held_bytes);
 }
 
-Status Loader::Pack(const PackedMatrix& out, int64_t index, const std::byte* first, int64_t stride,
-                    int64_t bytes) {
+Status Loader::Pack(const PackedMatrix& out, int64_t index, DType from, const std::byte* first,
+                    int64_t stride) {
   std::byte* to = const_cast<std::byte*>(out.data) + index * out.matrix_bytes();
+  const int64_t from_bytes = BytesFor(from, out.cols);
+  const int64_t bytes = BytesFor(out.dtype, out.cols);  // in the staging memory
   const int64_t rows_at_once =
       std::max<int64_t>(kTileRows, kStagingBytes / bytes / kTileRows * kTileRows);
   if (rows_at_once * bytes > kStagingBytes) {
@@ -272,38 +314,58 @@ Status Loader::Pack(const PackedMatrix& out, int64_t index, const std::byte* fir
     const int64_t count = std::min(rows_at_once, out.rows - row);
     ASSIGN_OR_RETURN(const int i, NextStaging());
     std::byte* pinned = pinned_[i].data();
-    if (stride == bytes) {
+    if (stride == from_bytes) {
       Prefetch({first + row * stride, first + (row + count) * stride});
     }
-    pool_->ParallelFor(count, std::max<int64_t>(1, (1 << 18) / bytes),
-                       [&](int64_t begin, int64_t end) {
-                         if (stride == bytes) {
-                           std::memcpy(pinned + begin * bytes, first + (row + begin) * stride,
-                                       (end - begin) * bytes);
-                           return;
-                         }
-                         for (int64_t r = begin; r < end; ++r) {
-                           std::memcpy(pinned + r * bytes, first + (row + r) * stride, bytes);
-                         }
-                       });
+    std::mutex mutex;
+    Status failed;
+    pool_->ParallelFor(
+        count, std::max<int64_t>(1, (1 << 18) / bytes), [&](int64_t begin, int64_t end) {
+          Status copied = CopyRows(from, out.dtype, out.cols, first + (row + begin) * stride,
+                                   stride, end - begin, pinned + begin * bytes);
+          const std::lock_guard lock(mutex);
+          if (!copied.ok()) failed = std::move(copied);
+        });
+    RETURN_IF_ERROR(failed);
     RETURN_IF_ERROR(stream_->CopyToDevice(staging_[i].data(), pinned, count * bytes));
     LaunchPack(launch, out.dtype, out.rows, out.cols, row, count, staging_[i].data(), bytes, to);
     RETURN_IF_ERROR(LaunchStatus());
     RETURN_IF_ERROR(staged_[i].Record(*stream_));
-    RETURN_IF_ERROR(Advance(count * bytes));
+    RETURN_IF_ERROR(Advance(count * from_bytes));
   }
   return OkStatus();
 }
 
 Status Loader::Rows(const std::string& name, PackedMatrix& out, int64_t parts) {
   ASSIGN_OR_RETURN(const Source source, Find(name));
+  return RowsAs(source.slice->dtype, source, parts, out);
+}
+
+Status Loader::Replicated(const std::string& name, bool rounded, PackedMatrix& out) {
+  ASSIGN_OR_RETURN(const Source source, Find(name));
+  const DType dtype = source.slice->dtype;
+  const bool halves = dtype == DType::kF16 || dtype == DType::kBF16;
+  const bool fits = source.columns % Info(DType::kQ8_0).block_elems == 0;
+  const bool asked = options_.replicated == ReplicatedWeights::kQ8_0;
+  if (asked && halves && !fits) {
+    return UnimplementedError(StrCat(name, " has rows of ", source.columns,
+                                     " values, Q8_0 blocks hold 32; keep it as the file has it "
+                                     "(replicated weights auto or file)"));
+  }
+  const bool automatic = options_.replicated == ReplicatedWeights::kAuto && rounded;
+  if (!halves || !fits || !(asked || automatic)) return RowsAs(dtype, source, 1, out);
+  saved_ += source.rows * (source.row_bytes - BytesFor(DType::kQ8_0, source.columns));
+  return RowsAs(DType::kQ8_0, source, 1, out);
+}
+
+Status Loader::RowsAs(DType dtype, const Source& source, int64_t parts, PackedMatrix& out) {
   RETURN_IF_ERROR(CheckType(source));
   const TensorSlice& slice = *source.slice;
   const Range range = slice.spec.split == Split::kRows ? slice.range : Range{0, source.rows};
-  out = {slice.dtype, source.experts * parts, range.size() / parts, source.columns, nullptr};
+  out = {dtype, source.experts * parts, range.size() / parts, source.columns, nullptr};
   out.data = ReserveMatrices(source, out.count * out.matrix_bytes());
   if (!filling_) return OkStatus();
-  if (synthetic_) {
+  if (options_.synthetic) {
     LaunchFillRandom({stream_, 1, false}, out, seed_++);
     RETURN_IF_ERROR(LaunchStatus());
     return Advance(slice.held_bytes);
@@ -311,8 +373,8 @@ Status Loader::Rows(const std::string& name, PackedMatrix& out, int64_t parts) {
   for (int64_t i = 0; i < out.count; ++i) {
     const int64_t row = i / parts * source.rows + range.begin + i % parts * out.rows;
     RETURN_IF_ERROR(
-        Pack(out, i, source.data + row * source.row_bytes, source.row_bytes, source.row_bytes)
-            .WithContext(name));
+        Pack(out, i, slice.dtype, source.data + row * source.row_bytes, source.row_bytes)
+            .WithContext(slice.spec.name));
   }
   return OkStatus();
 }
@@ -327,7 +389,7 @@ Status Loader::LaneColumns(const std::string& name, PackedMatrix& out) {
   out = {slice.dtype, source.experts * lanes, source.rows, lane_columns, nullptr};
   out.data = ReserveMatrices(source, out.count * out.matrix_bytes());
   if (!filling_) return OkStatus();
-  if (synthetic_) {
+  if (options_.synthetic) {
     LaunchFillRandom({stream_, 1, false}, out, seed_++);
     RETURN_IF_ERROR(LaunchStatus());
     return Advance(slice.held_bytes);
@@ -336,7 +398,7 @@ Status Loader::LaneColumns(const std::string& name, PackedMatrix& out) {
     const std::byte* expert = source.data + i / lanes * source.rows * source.row_bytes;
     const int64_t lane = plan_.lanes.begin + i % lanes;
     RETURN_IF_ERROR(
-        Pack(out, i, expert + lane * lane_bytes, source.row_bytes, lane_bytes).WithContext(name));
+        Pack(out, i, slice.dtype, expert + lane * lane_bytes, source.row_bytes).WithContext(name));
   }
   return OkStatus();
 }
@@ -356,9 +418,9 @@ Status Loader::HyperConnection(const std::string& name, HcWeights& out) {
   return Vector(name + "_scale.weight", out.scale, 0.5f, 0.2f);
 }
 
-Status Loader::Compressor(const std::string& name, DeviceCompressor& out) {
-  RETURN_IF_ERROR(Rows(name + "_kv.weight", out.kv));
-  RETURN_IF_ERROR(Rows(name + "_gate.weight", out.gate));
+Status Loader::Compressor(const std::string& name, bool rounded, DeviceCompressor& out) {
+  RETURN_IF_ERROR(Replicated(name + "_kv.weight", rounded, out.kv));
+  RETURN_IF_ERROR(Replicated(name + "_gate.weight", rounded, out.gate));
   RETURN_IF_ERROR(Vector(name + "_ape.weight", out.ape, 0.0f, 0.1f));
   return Vector(name + "_norm.weight", out.norm, 1.0f, 0.1f);
 }
@@ -375,11 +437,13 @@ Status Loader::Attention(const std::string& prefix, const LayerConfig& layer,
   RETURN_IF_ERROR(Rows(prefix + "attn_output_a.weight", out.o_a, plan_.groups.size()));
   RETURN_IF_ERROR(LaneColumns(prefix + "attn_output_b.weight", out.o_b));
   if (layer.attention == AttentionKind::kSliding) return OkStatus();
-  RETURN_IF_ERROR(Compressor(prefix + "attn_compressor", out.compressor));
+  ASSIGN_OR_RETURN(const bool x_rounded, AllQ8_0(prefix, {"attn_q_a.weight", "attn_kv.weight"}));
+  RETURN_IF_ERROR(Compressor(prefix + "attn_compressor", x_rounded, out.compressor));
   if (layer.attention != AttentionKind::kCompressed) return OkStatus();
-  RETURN_IF_ERROR(Rows(prefix + "indexer.attn_q_b.weight", out.index_q_b));
-  RETURN_IF_ERROR(Rows(prefix + "indexer.proj.weight", out.index_proj));
-  return Compressor(prefix + "indexer_compressor", out.index_compressor);
+  ASSIGN_OR_RETURN(const bool q_rounded, AllQ8_0(prefix, {"attn_q_b.weight"}));
+  RETURN_IF_ERROR(Replicated(prefix + "indexer.attn_q_b.weight", q_rounded, out.index_q_b));
+  RETURN_IF_ERROR(Replicated(prefix + "indexer.proj.weight", x_rounded, out.index_proj));
+  return Compressor(prefix + "indexer_compressor", x_rounded, out.index_compressor);
 }
 
 Status Loader::Moe(const std::string& prefix, const LayerConfig& layer, DeviceMoe& out) {
@@ -408,6 +472,7 @@ Status Loader::Block(const std::string& prefix, const LayerConfig& layer, Device
 Status Loader::Walk() {
   used_ = 0;
   host_used_ = 0;
+  saved_ = 0;
   RETURN_IF_ERROR(Plain("token_embd.weight", weights_.embedding_type, weights_.embedding));
   const DType type = weights_.embedding_type;
   if (type != DType::kF32 && type != DType::kF16 && type != DType::kBF16 && type != DType::kQ8_0) {
@@ -424,16 +489,15 @@ Status Loader::Walk() {
   return Rows("output.weight", weights_.head);
 }
 
-Status Loader::Fill(bool synthetic, int num_threads, Stream& stream, const Progress& progress) {
+Status Loader::Fill(Stream& stream, const Progress& progress) {
   RETURN_IF_ERROR(Measure());
   ASSIGN_OR_RETURN(weights_.memory, DeviceBuffer::Allocate(used_));
   if (host_used_ > 0) {
     ASSIGN_OR_RETURN(weights_.expert_memory, PinnedBuffer::Allocate(host_used_));
   }
-  synthetic_ = synthetic;
   progress_ = &progress;
   stream_ = &stream;
-  pool_ = std::make_unique<ThreadPool>(num_threads);
+  pool_ = std::make_unique<ThreadPool>(options_.num_threads);
   for (int i = 0; i < kStagingBuffers; ++i) {
     ASSIGN_OR_RETURN(pinned_[i], PinnedBuffer::Allocate(kStagingBytes));
     ASSIGN_OR_RETURN(staging_[i], DeviceBuffer::Allocate(kStagingBytes));
@@ -449,8 +513,8 @@ Status Loader::Fill(bool synthetic, int num_threads, Stream& stream, const Progr
 }  // namespace
 
 Result<WeightBytes> DeviceWeightBytes(const ModelConfig& config, const GgufFile& file,
-                                      const RankPlan& plan, bool experts_on_host) {
-  Loader loader(config, file, plan, experts_on_host);
+                                      const RankPlan& plan, const WeightOptions& options) {
+  Loader loader(config, file, plan, options);
   RETURN_IF_ERROR(loader.Measure());
   return loader.Measured();
 }
@@ -458,8 +522,8 @@ Result<WeightBytes> DeviceWeightBytes(const ModelConfig& config, const GgufFile&
 Result<DeviceWeights> LoadDeviceWeights(const ModelConfig& config, const GgufFile& file,
                                         const RankPlan& plan, const WeightOptions& options,
                                         Stream& stream, const Progress& progress) {
-  Loader loader(config, file, plan, options.experts_on_host);
-  RETURN_IF_ERROR(loader.Fill(options.synthetic, options.num_threads, stream, progress));
+  Loader loader(config, file, plan, options);
+  RETURN_IF_ERROR(loader.Fill(stream, progress));
   return loader.Take();
 }
 

@@ -15,6 +15,7 @@
 #include "engine/cuda/runtime.h"
 #include "engine/gguf/gguf_reader.h"
 #include "engine/model/model_config.h"
+#include "engine/session/engine_options.h"
 #include "engine/shard/shard_plan.h"
 
 namespace ds4::cuda {
@@ -77,18 +78,22 @@ struct DeviceWeights {
 struct WeightBytes {
   int64_t device = 0;             // arena and staging
   int64_t host = 0;               // pinned: routed experts, when they live there
+  int64_t saved = 0;              // by conversion, of the file's bytes
   bool has_f32_matrices = false;  // as DeviceWeights will have it
 };
-// What LoadDeviceWeights takes. kUnimplemented names the first tensor whose type has no device
-// kernels.
-Result<WeightBytes> DeviceWeightBytes(const ModelConfig& config, const GgufFile& file,
-                                      const RankPlan& plan, bool experts_on_host);
 
 struct WeightOptions {
   bool synthetic = false;        // the file has no data; values are drawn on the device
   bool experts_on_host = false;  // routed experts in pinned host memory, read over the link
+  ReplicatedWeights replicated = ReplicatedWeights::kAuto;
   int num_threads = 1;
 };
+
+// What LoadDeviceWeights takes. kUnimplemented names the first tensor whose type has no device
+// kernels, or that cannot become Q8_0 as asked.
+Result<WeightBytes> DeviceWeightBytes(const ModelConfig& config, const GgufFile& file,
+                                      const RankPlan& plan, const WeightOptions& options);
+
 // Progress as Engine::Load.
 Result<DeviceWeights> LoadDeviceWeights(const ModelConfig& config, const GgufFile& file,
                                         const RankPlan& plan, const WeightOptions& options,

@@ -213,6 +213,10 @@ Status CheckCpuOptions(const EngineOptions& options) {
     return InvalidArgumentError(StrCat("device transport is ", options.device_transport,
                                        ", the CPU engine has no device: it must be auto"));
   }
+  if (options.replicated_weights == ReplicatedWeights::kQ8_0) {
+    return InvalidArgumentError(
+        "replicated weights q8_0 are for a device; the CPU engine computes with the file's");
+  }
   return OkStatus();
 }
 

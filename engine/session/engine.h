@@ -20,6 +20,9 @@ struct EngineStats {
   int64_t weight_bytes = 0;  // held by this rank
   int64_t kv_bytes_per_session = 0;
   double load_seconds = 0.0;
+  // By so much less do matrices that every step reads take than in the file, converted at load
+  // (EngineOptions::replicated_weights).
+  int64_t saved_bytes = 0;
   int64_t device_bytes = 0;     // of device memory, everything taken at start; 0 on the CPU
   std::string backend = "cpu";  // and, of a device, its name: "cuda, NVIDIA H200"
 };

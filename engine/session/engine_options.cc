@@ -11,6 +11,7 @@ namespace {
 
 constexpr std::array<std::string_view, 2> kBackendNames = {"cpu", "cuda"};
 static_assert(kBackendNames.size() == static_cast<size_t>(Backend::kCount));
+constexpr std::array<std::string_view, 3> kReplicatedWeightsNames = {"auto", "file", "q8_0"};
 
 }  // namespace
 
@@ -24,6 +25,20 @@ Result<Backend> ParseBackend(std::string_view text) {
     if (text == kBackendNames[i]) return static_cast<Backend>(i);
   }
   return InvalidArgumentError(StrCat("\"", text, "\" is no backend, must be cpu or cuda"));
+}
+
+std::string_view ReplicatedWeightsName(ReplicatedWeights weights) {
+  const auto index = static_cast<size_t>(weights);
+  CHECK(index < kReplicatedWeightsNames.size()) << index;
+  return kReplicatedWeightsNames[index];
+}
+
+Result<ReplicatedWeights> ParseReplicatedWeights(std::string_view text) {
+  for (size_t i = 0; i < kReplicatedWeightsNames.size(); ++i) {
+    if (text == kReplicatedWeightsNames[i]) return static_cast<ReplicatedWeights>(i);
+  }
+  return InvalidArgumentError(
+      StrCat("\"", text, "\" is no type of replicated weights, must be auto, file or q8_0"));
 }
 
 Result<std::unique_ptr<GgufFile>> OpenEngineModel(const EngineOptions& options) {

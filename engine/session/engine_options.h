@@ -24,6 +24,19 @@ enum class ExpertMemory {
   kHost,  // pinned host memory that the device reads over its link: slower, for what does not fit
 };
 
+// How a device holds the compressors' and the indexer's F16 and BF16 projections, which every rank
+// has whole. The router's and the hyper-connections' matrices always stay as the file has them.
+enum class ReplicatedWeights {
+  kAuto,  // kQ8_0 where the layer's other projections of the same input are Q8_0 in the file, so
+          // that the input is rounded to int8 for them already; else kFile
+  kFile,  // in the file's type
+  kQ8_0,
+};
+// "auto", "file", "q8_0".
+std::string_view ReplicatedWeightsName(ReplicatedWeights weights);
+// kInvalidArgument names the text and what it may be.
+Result<ReplicatedWeights> ParseReplicatedWeights(std::string_view text);
+
 struct EngineOptions {
   std::string model_path;  // unused when `synthetic` is set
   int num_threads = 1;
@@ -38,11 +51,13 @@ struct EngineOptions {
   std::string quant = "q2";
   int64_t synthetic_layers = 0;  // 0: the preset's
 
-  // CUDA only; the CPU engine takes the first value of each but kv_f32, which it always does.
+  // CUDA only; the CPU engine takes the first value of each but kv_f32, which it always does, and
+  // computes with the file's weights.
   int device = 0;              // index as the driver counts
   bool kv_f32 = false;         // keys and compressed rows in float32; false: bfloat16
   bool deterministic = false;  // shared sums keep their lanes in prefill too, not only in decode
   ExpertMemory expert_memory = ExpertMemory::kDevice;
+  ReplicatedWeights replicated_weights = ReplicatedWeights::kAuto;  // the same on all ranks
   // How small sums go from device to device: auto (a probe at start), push (stores into the peers'
   // memory), nccl, or host (through the workers' own transport).
   std::string device_transport = "auto";

@@ -32,6 +32,7 @@ constexpr const char* kExamples =
 struct Raw {
   std::string kv_type;
   std::string expert_memory = "device";
+  std::string replicated_weights = "auto";
 };
 
 void AddModelOptions(CLI::App& app, BenchCommand& command, Raw& raw) {
@@ -59,6 +60,12 @@ void AddModelOptions(CLI::App& app, BenchCommand& command, Raw& raw) {
                "cuda: shared sums keep their lanes in prefill too");
   app.add_option("--expert-memory", raw.expert_memory, "cuda: where routed experts live")
       ->check(CLI::IsMember({"device", "host"}))
+      ->capture_default_str();
+  app.add_option(
+         "--replicated-weights", raw.replicated_weights,
+         "cuda: type of the compressors' and the indexer's F16 and BF16 matrices in memory; "
+         "auto: q8_0 in layers whose other projections are")
+      ->check(CLI::IsMember({"auto", "file", "q8_0"}))
       ->capture_default_str();
   app.add_option("--device-transport", engine.device_transport,
                  "cuda: how small sums cross devices")
@@ -127,6 +134,7 @@ Status Check(const CLI::App& app, const Raw& raw, BenchCommand& command) {
     return InvalidArgumentError("--kv-type is bf16, the CPU engine keeps keys in f32 only");
   }
   if (raw.expert_memory == "host") engine.expert_memory = ExpertMemory::kHost;
+  ASSIGN_OR_RETURN(engine.replicated_weights, ParseReplicatedWeights(raw.replicated_weights));
   return OkStatus();
 }
 

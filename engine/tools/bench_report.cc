@@ -124,7 +124,8 @@ std::string DecodeTable(const BenchHeader& header, const std::vector<DecodeRow>&
                      Fixed(row.distinct, 1)});
   }
   return StrCat(Title(header), Table(cells),
-                "GB/step: weights that rank 0 reads, by the plan. peers: time waiting for them. "
+                "GB/step: weights that rank 0 reads, by the plan and as it holds them. peers: time "
+                "waiting for them. "
                 "distinct: different tokens in a step.\n");
 }
 

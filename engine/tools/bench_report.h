@@ -31,7 +31,7 @@ struct DecodeRow {
   double comm_share = 0.0;    // of the time, waiting for peers
   double distinct = 0.0;      // different tokens in a step, mean: below `batch` sessions agree and
                               // read fewer experts than the plan expects
-  int64_t step_bytes = 0;     // BytesPerStep of rank 0
+  int64_t step_bytes = 0;     // of rank 0: BytesPerStep, less what conversion at load saves
 };
 
 // One prompt length and chunk.

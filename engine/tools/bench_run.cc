@@ -313,6 +313,7 @@ Status RunRank(const BenchOptions& options, std::unique_ptr<Transport> transport
   Status status = engine.status();
   if (status.ok()) {
     results.header.backend = (*engine)->stats().backend;
+    results.saved_bytes = (*engine)->stats().saved_bytes;
     note(LoadedText((*engine)->stats()));
     Bench bench(options, rank, engine->get(), vocab);
     status = MeasureAll(options, bench, note, results);
@@ -383,7 +384,7 @@ Result<BenchResults> RunBench(const BenchOptions& options, const Note& note) {
   found.header.bandwidth_gbps = options.bandwidth_gbps;
   if (options.engine.backend == Backend::kCpu) found.header.kernels = std::string(KernelIsa());
   for (DecodeRow& row : found.decode) {
-    row.step_bytes = BytesPerStep(config, plan.ranks[0], row.batch);
+    row.step_bytes = BytesPerStep(config, plan.ranks[0], row.batch) - found.saved_bytes;
   }
   return std::move(found);
 }

@@ -40,6 +40,7 @@ struct BenchOptions {
 
 struct BenchResults {
   BenchHeader header;
+  int64_t saved_bytes = 0;  // EngineStats::saved_bytes
   std::vector<DecodeRow> decode;
   std::vector<PrefillRow> prefill;
   std::vector<KernelRow> kernels;  // of rank 0, for every row above

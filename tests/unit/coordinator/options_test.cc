@@ -132,8 +132,11 @@ TEST(OptionsTest, LocalTakesANumberOrGpus) {
   const Options number = Parse({"--model", "m", "--local", "12"}).options;
   EXPECT_EQ(number.local, 12);
   EXPECT_FALSE(number.local_gpus);
-  const Options gpus = Parse({"--model", "m", "--local", "gpus", "--deterministic"}).options;
+  const Options gpus =
+      Parse({"--model", "m", "--local", "gpus", "--deterministic", "--replicated-weights", "file"})
+          .options;
   EXPECT_TRUE(gpus.local_gpus && gpus.deterministic);
+  EXPECT_EQ(gpus.replicated_weights, "file");
   EXPECT_THAT(UsageError({"--model", "m", "--local", "gpu"}),
               HasSubstr("--local is \"gpu\", must be from 1 to 64, or gpus"));
   EXPECT_THAT(UsageError({"--model", "m", "--local", "gpus", "--workers", "a:1"}),

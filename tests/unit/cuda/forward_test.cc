@@ -13,7 +13,6 @@
 #include "engine/comm/local_transport.h"
 #include "engine/cuda/transformer.h"
 #include "engine/gguf/safetensors.h"
-#include "engine/model/synthetic.h"
 #include "tests/golden/golden_model.h"
 
 namespace ds4::cuda {
@@ -198,19 +197,6 @@ TEST(CudaForwardTest, StreamsPicksAndLogitsMatchTheReference) {
       }
     }
   }
-}
-
-// A file may keep only its router in float32: tensor-core products cannot read it, wherever it is.
-TEST(CudaWeightsTest, OneFloat32MatrixAnywhereIsSeen) {
-  const auto file = MakeSyntheticFile("tiny", "q8", 0).value();
-  const ModelConfig config = ReadModelConfig(*file).value();
-  RankPlan plan =
-      MakeShardPlan(config, *file, LaneLayout::Even(config.num_lanes, 1)).value().ranks[0];
-  EXPECT_FALSE(DeviceWeightBytes(config, *file, plan, false).value().has_f32_matrices);
-  for (TensorSlice& slice : plan.slices) {
-    if (slice.spec.name == "blk.3.ffn_gate_inp.weight") slice.dtype = DType::kF32;
-  }
-  EXPECT_TRUE(DeviceWeightBytes(config, *file, plan, false).value().has_f32_matrices);
 }
 
 TEST(CudaForwardTest, ChunksGiveTheSameBits) {

@@ -48,6 +48,15 @@ TEST(BackendTest, NamesAreReadAsTheyAreWritten) {
   EXPECT_THAT(ParseBackend("gpu").status().message(), HasSubstr("\"gpu\" is no backend"));
 }
 
+TEST(EngineOptionsTest, ReplicatedWeightsHaveNames) {
+  for (const auto weights :
+       {ReplicatedWeights::kAuto, ReplicatedWeights::kFile, ReplicatedWeights::kQ8_0}) {
+    EXPECT_EQ(ParseReplicatedWeights(ReplicatedWeightsName(weights)).value(), weights);
+  }
+  EXPECT_THAT(ParseReplicatedWeights("f16").status().message(),
+              HasSubstr("\"f16\" is no type of replicated weights, must be auto, file or q8_0"));
+}
+
 TEST(EngineOptionsTest, ASyntheticModelStandsInForAFile) {
   EngineOptions options;
   options.synthetic = "tiny";
@@ -72,6 +81,10 @@ TEST(EngineOptionsTest, TheCpuEngineRefusesWhatOnlyADeviceDoes) {
   options.device_transport = "push";
   EXPECT_THAT(Engine::Load(options, comm.get(), nullptr).status().message(),
               HasSubstr("device transport is push"));
+  options.device_transport = "auto";
+  options.replicated_weights = ReplicatedWeights::kQ8_0;
+  EXPECT_THAT(Engine::Load(options, comm.get(), nullptr).status().message(),
+              HasSubstr("replicated weights q8_0"));
 }
 
 }  // namespace

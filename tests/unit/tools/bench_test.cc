@@ -132,8 +132,8 @@ TEST(BenchOptionsTest, EveryOptionArrivesBeforeAndAfterTheCommand) {
   const auto parsed =
       Parse({"--synthetic=flash", "prefill", "--quant=q4", "--layers=4", "--prompts=4096,65536",
              "--chunks=2048", "--backend=cuda", "--device=1", "--kv-type=f32", "--deterministic",
-             "--expert-memory=host", "--device-transport=push", "--ranks=2", "--bandwidth=3000",
-             "--csv-file=x.csv"});
+             "--expert-memory=host", "--replicated-weights=file", "--device-transport=push",
+             "--ranks=2", "--bandwidth=3000", "--csv-file=x.csv"});
   ASSERT_TRUE(parsed.ok()) << parsed.status();
   const BenchCommand& command = std::get<BenchCommand>(*parsed);
   EXPECT_EQ(command.run.mode, BenchOptions::Mode::kPrefill);
@@ -147,6 +147,7 @@ TEST(BenchOptionsTest, EveryOptionArrivesBeforeAndAfterTheCommand) {
   EXPECT_TRUE(command.run.engine.kv_f32);
   EXPECT_TRUE(command.run.engine.deterministic);
   EXPECT_EQ(command.run.engine.expert_memory, ExpertMemory::kHost);
+  EXPECT_EQ(command.run.engine.replicated_weights, ReplicatedWeights::kFile);
   EXPECT_EQ(command.run.engine.device_transport, "push");
   EXPECT_EQ(command.run.ranks, 2);
   EXPECT_EQ(command.bandwidth_gbps, 3000.0);

@@ -86,10 +86,12 @@ TEST(WorkerOptions, EngineOptionsArrive) {
   const WorkerOptions defaults = Good({"--model=m.gguf"});
   EXPECT_EQ(defaults.backend, "auto");
   EXPECT_EQ(defaults.kv_type, "");
+  EXPECT_EQ(defaults.replicated_weights, ReplicatedWeights::kAuto);
   EXPECT_EQ(defaults.device_transport, "auto");
   const WorkerOptions options =
       Good({"--synthetic=flash", "--quant=mxfp4", "--layers=4", "--backend=cuda", "--device=3",
-            "--kv-type=f32", "--deterministic", "--expert-memory=host", "--device-transport=push"});
+            "--kv-type=f32", "--deterministic", "--expert-memory=host", "--replicated-weights=q8_0",
+            "--device-transport=push"});
   EXPECT_EQ(options.model_path, "");
   EXPECT_EQ(options.synthetic, "flash");
   EXPECT_EQ(options.quant, "mxfp4");
@@ -99,6 +101,7 @@ TEST(WorkerOptions, EngineOptionsArrive) {
   EXPECT_EQ(options.kv_type, "f32");
   EXPECT_TRUE(options.deterministic);
   EXPECT_EQ(options.expert_memory, ExpertMemory::kHost);
+  EXPECT_EQ(options.replicated_weights, ReplicatedWeights::kQ8_0);
   EXPECT_EQ(options.device_transport, "push");
 }
 
@@ -110,6 +113,8 @@ TEST(WorkerOptions, EngineOptionsAreRefusedWithWhatTheyMayBe) {
   EXPECT_EQ(ErrorOf({"--model=m", "--kv-type=fp8"}), "--kv-type is \"fp8\", must be f32, bf16");
   EXPECT_EQ(ErrorOf({"--model=m", "--expert-memory=disk"}),
             "--expert-memory is \"disk\", must be device, host");
+  EXPECT_EQ(ErrorOf({"--model=m", "--replicated-weights=f16"}),
+            "--replicated-weights is \"f16\", must be auto, file, q8_0");
   EXPECT_EQ(ErrorOf({"--model=m", "--device-transport=tcp"}),
             "--device-transport is \"tcp\", must be auto, push, nccl, host");
   EXPECT_EQ(ErrorOf({"--synthetic=pro"}), "--synthetic is \"pro\", must be flash, tiny");
