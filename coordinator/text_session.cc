@@ -4,6 +4,7 @@
 
 #include "coordinator/deadline.h"
 #include "engine/base/strings.h"
+#include "engine/kv/session_position.h"
 
 namespace ds4 {
 namespace {
@@ -40,11 +41,12 @@ Status TextSession::Fits(const std::vector<int32_t>& prompt, int64_t max_tokens)
              "raise --ctx or shorten the prompt"));
 }
 
-int64_t TextSession::Reusable(const std::vector<int32_t>& prompt) const {
+int64_t TextSession::Reusable(const std::vector<int32_t>& prompt, int64_t chunk) const {
   // The last token always runs: its row gives the first token of the answer.
   const int64_t limit = std::min(std::ssize(held_), std::ssize(prompt) - 1);
   const auto differs = std::mismatch(held_.begin(), held_.begin() + limit, prompt.begin());
-  return differs.first - held_.begin();
+  const int64_t same = differs.first - held_.begin();
+  return same < most_held_ - RewindSlack(chunk) ? 0 : same;
 }
 
 StepPlan TextSession::PlanFor(std::vector<int32_t> tokens) const {
@@ -65,7 +67,7 @@ Status TextSession::Step(StepPlan plan, const GenerateCallbacks& callbacks, Answ
     if (Status status = CheckTokens(sent, result->tokens); !status.ok()) result = status;
   }
   if (!result.ok()) {
-    held_.clear();
+    Forget();
     return result.status();
   }
   const std::vector<int32_t>& rows = sent.parts[0].tokens;
@@ -77,6 +79,7 @@ Status TextSession::Step(StepPlan plan, const GenerateCallbacks& callbacks, Answ
     answer->tokens.push_back(token.token);
     if (token.is_stop) answer->reason = StopReason::kStopToken;
   }
+  most_held_ = std::max<int64_t>(most_held_, std::ssize(held_));
   answer->stats.comm_seconds += result->comm_seconds;
   return OkStatus();
 }
@@ -128,8 +131,9 @@ Result<Answer> TextSession::Generate(const std::vector<int32_t>& prompt,
   RETURN_IF_ERROR(Fits(prompt, options.max_tokens));
   Answer answer;
   answer.stats.prompt_tokens = std::ssize(prompt);
-  answer.stats.reused_tokens = Reusable(prompt);
+  answer.stats.reused_tokens = Reusable(prompt, options.chunk);
   held_.resize(answer.stats.reused_tokens);  // going back is setting the position
+  if (held_.empty()) Forget();
   TimePoint start = Now();
   RETURN_IF_ERROR(Prefill(prompt, options, callbacks, &answer));
   answer.stats.prefill_seconds = SecondsSince(start);

@@ -1,5 +1,6 @@
 // One sequence of tokens on the ranks and how it is continued: prefill in chunks, decode in bursts.
-// What the ranks hold already is not run again: a new prompt starts where it first differs.
+// What the ranks hold already is not run again: a new prompt starts where it first differs, or anew
+// when that is further back than ranks go.
 #pragma once
 
 #include <cstdint>
@@ -57,14 +58,18 @@ class TextSession {
 
   // The ranks have forgotten everything (a new group).
   void Reset(int64_t context) {
-    held_.clear();
+    Forget();
     context_ = context;
   }
   const std::vector<int32_t>& held() const { return held_; }
 
  private:
   Status Fits(const std::vector<int32_t>& prompt, int64_t max_tokens) const;
-  int64_t Reusable(const std::vector<int32_t>& prompt) const;
+  int64_t Reusable(const std::vector<int32_t>& prompt, int64_t chunk) const;
+  void Forget() {
+    held_.clear();
+    most_held_ = 0;
+  }
   Status Prefill(const std::vector<int32_t>& prompt, const GenerateOptions& options,
                  const GenerateCallbacks& callbacks, Answer* answer);
   Status Decode(const GenerateOptions& options, const GenerateCallbacks& callbacks, Answer* answer);
@@ -75,6 +80,7 @@ class TextSession {
   uint64_t session_id_;
   int64_t context_;
   std::vector<int32_t> held_;  // tokens whose rows the ranks have run, position 0 first
+  int64_t most_held_ = 0;      // since there were none
 };
 
 }  // namespace ds4

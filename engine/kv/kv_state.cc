@@ -93,7 +93,7 @@ KvState::KvState(const ModelConfig& config, int64_t max_context, int64_t max_bat
     : position_(max_context, max_batch_rows),
       window_(config.sliding_window),
       configs_(config.layers) {
-  const int64_t slack = position_.slack();
+  const int64_t slack = max_batch_rows + kDraftSlack;
   for (const LayerConfig& layer : config.layers) {
     LayerState state;
     state.window = Ring(window_ + slack, config.head_dim);

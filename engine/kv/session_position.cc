@@ -8,7 +8,7 @@
 namespace ds4 {
 
 SessionPosition::SessionPosition(int64_t max_context, int64_t max_batch_rows)
-    : max_context_(max_context), slack_(max_batch_rows + kDraftSlack) {
+    : max_context_(max_context), slack_(RewindSlack(max_batch_rows)) {
   CHECK(max_context > 0 && max_batch_rows > 0) << max_context << ", " << max_batch_rows;
 }
 

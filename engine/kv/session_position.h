@@ -1,8 +1,8 @@
 // Where one session stands and how far back it can go: the arithmetic of rings, without their
 // memory, so that every engine accepts and refuses the same positions.
 //
-// Each ring has slack = max_batch_rows + kDraftSlack slots more than what a step reads back, so a
-// position can be taken back while what it needs has not been overwritten.
+// Each ring has slack slots more than what a step reads back, or keeps at least as many of a longer
+// batch's positions, so a position can be taken back while what it needs has not been overwritten.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +13,13 @@ namespace ds4 {
 
 // Slots beyond one batch, so that a draft can be taken back right after a full prefill chunk.
 inline constexpr int64_t kDraftSlack = 16;
+// Batches with more rows add no more slack: some engines' rings hold no whole one.
+inline constexpr int64_t kMaxSlackRows = 64;
+
+// Positions that a session can go back, at least.
+constexpr int64_t RewindSlack(int64_t max_batch_rows) {
+  return (max_batch_rows < kMaxSlackRows ? max_batch_rows : kMaxSlackRows) + kDraftSlack;
+}
 
 // Thread-compatible.
 class SessionPosition {
@@ -21,8 +28,6 @@ class SessionPosition {
   SessionPosition(int64_t max_context, int64_t max_batch_rows);
 
   int64_t max_context() const { return max_context_; }
-  // Slots that a ring has beyond what a step reads back.
-  int64_t slack() const { return slack_; }
   // Positions processed so far.
   int64_t n() const { return n_; }
   // The lowest n, besides 0, that Rewind takes now.

@@ -137,6 +137,30 @@ TEST(TextSessionTest, GoesBackToWhereThePromptsDiffer) {
   EXPECT_EQ(session.held().size(), 6u);
 }
 
+// Ranks go back by a batch and a draft at most (here 4 + 16); further back they start anew, and the
+// first positions are theirs again.
+TEST(TextSessionTest, StartsAnewWhereTheRanksCannotGoBackTo) {
+  CountingRunner runner;
+  TextSession session(&runner, 1, 200);
+  ASSERT_TRUE(session.Generate(TokensFrom(60), Tokens(1), {}).ok());
+  const auto differing_at = [](int at) {
+    std::vector<int32_t> prompt = TokensFrom(60);
+    prompt[at] = 9;
+    return prompt;
+  };
+  const auto first_pos = [&](const std::vector<int32_t>& prompt) {
+    runner.plans.clear();
+    EXPECT_TRUE(session.Generate(prompt, Tokens(1), {}).ok());
+    return runner.plans[0].parts[0].pos;
+  };
+  EXPECT_EQ(first_pos(differing_at(40)), 40);
+  // 60 positions have been written by now, whatever is held of them.
+  EXPECT_EQ(first_pos(differing_at(39)), 0);
+  EXPECT_EQ(first_pos(TokensFrom(30)), 0);
+  EXPECT_EQ(first_pos(differing_at(29)), 29) << "30 were written since";
+  EXPECT_EQ(session.held().size(), 60u);
+}
+
 TEST(TextSessionTest, AnErrorForgetsWhatTheRanksHeld) {
   CountingRunner runner;
   TextSession session(&runner, 1, 100);

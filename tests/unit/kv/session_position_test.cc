@@ -1,5 +1,6 @@
 // Goal: a position goes back exactly as far as rings with the slack of one batch and a draft hold
-// what it needs. Method: a ring by hand: the lowest position whose slots are not overwritten.
+// what it needs, and no further for long batches, of which rings keep an end only. Method: a ring
+// by hand: the lowest position whose slots are not overwritten.
 
 #include "engine/kv/session_position.h"
 
@@ -13,7 +14,7 @@ using testing::HasSubstr;
 
 TEST(SessionPositionTest, GoesBackAsFarAsTheSlackReaches) {
   SessionPosition at(/*max_context=*/256, /*max_batch_rows=*/8);
-  ASSERT_EQ(at.slack(), 8 + kDraftSlack);
+  ASSERT_EQ(RewindSlack(8), 8 + kDraftSlack);
   at.Advance(100);
   EXPECT_EQ(at.LowestRewind(), 76);
   EXPECT_EQ(at.Rewind(75).code(), StatusCode::kOutOfRange);
@@ -24,6 +25,14 @@ TEST(SessionPositionTest, GoesBackAsFarAsTheSlackReaches) {
   // What was written stays written: going back twice reaches no further.
   EXPECT_EQ(at.LowestRewind(), 76);
   EXPECT_EQ(at.Rewind(81).code(), StatusCode::kOutOfRange);
+}
+
+TEST(SessionPositionTest, LongBatchesAddNoSlack) {
+  EXPECT_EQ(RewindSlack(kMaxSlackRows), kMaxSlackRows + kDraftSlack);
+  EXPECT_EQ(RewindSlack(2048), kMaxSlackRows + kDraftSlack);
+  SessionPosition at(/*max_context=*/4096, /*max_batch_rows=*/2048);
+  at.Advance(2048);
+  EXPECT_EQ(at.LowestRewind(), 2048 - RewindSlack(2048));
 }
 
 TEST(SessionPositionTest, ZeroIsAlwaysThereAndForgetsWhatWasWritten) {
