@@ -34,7 +34,9 @@ struct RopeView {
 // (null when the layer has none): values and scores (gate + ape[pos mod ratio]) go into the pending
 // rings; each row whose position closes a window (pos + 1 multiple of ratio) then pools it, norms
 // and rotates it at the window's first position, and stores it as compressed row pos / ratio.
-// Rows of one session stand in rising consecutive positions; any row order across sessions.
+// Rows of one session stand in rising consecutive positions; any row order across sessions. The
+// window ring holds the window and all rows of the step; pending rings may be shorter than the
+// step: the last positions of each session stay.
 struct StoreKeys {
   const float* kv = nullptr;
   const float* kv_norm = nullptr;

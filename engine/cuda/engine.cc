@@ -22,6 +22,9 @@ constexpr int kRingSteps = 16;
 // What the driver, its context and its modules take beside our own memory.
 constexpr int64_t kDriverBytes = int64_t{1} << 30;
 constexpr std::chrono::seconds kStepLimit{60};
+// Where a session may go back to, its rings still have all that is read, whatever the steps in the
+// queue wrote beyond its end.
+static_assert(kMaxSlackRows <= kMaxFewRows && kDraftSlack + kAheadSteps <= kRewindSlack);
 
 double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

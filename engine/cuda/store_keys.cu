@@ -3,7 +3,8 @@
 // One launch: a block for each row and each of (window, main compressor, indexer's compressor), and
 // one for a norm that needs no more than they do. A block that pools a window takes what this batch
 // brings from the projections and only older positions from the pending ring, so no block waits for
-// another.
+// another. A batch longer than the ring's slack would store over positions that its first windows
+// still read: there the pending inputs follow in a launch of their own, each session's last ones.
 #include <algorithm>
 
 #include "engine/base/check.h"
@@ -256,16 +257,19 @@ __device__ void PoolWindow(const Args& args, const Part& part, int t, int slot, 
   NormRotateStore(pooled, part.cache.dim, own, args.params, angle, part.cache.rows, row);
 }
 
+template <bool kStorePending>
 __device__ void StoreCompressed(const Args& args, const Part& part, int t, const Channels& own,
                                 int* source) {
-  const Pending pending = LoadPending(part, t);
+  Pending pending;
+  if constexpr (kStorePending) pending = LoadPending(part, t);
   const int slot = args.step.slot[t], pos = args.step.pos[t];
   if (slot < 0) return;
-  StorePending(args, part, pending, slot, pos);
+  if constexpr (kStorePending) StorePending(args, part, pending, slot, pos);
   if ((pos + 1) % args.params.ratio != 0) return;
   PoolWindow(args, part, t, slot, pos, own, source);
 }
 
+template <bool kStorePending>
 __global__ void __launch_bounds__(kMaxThreads) StoreKeysKernel(Args args) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(shared);
@@ -282,8 +286,32 @@ __global__ void __launch_bounds__(kMaxThreads) StoreKeysKernel(Args args) {
     const Channels own = OwnChannels(part.norm, part.cache.dim);
     if (threadIdx.x == 0 && part.ape_prefetch > 0) PrefetchL2(part.ape, part.ape_prefetch);
     GridDependencyWait();
-    StoreCompressed(args, part, t, own, reinterpret_cast<int*>(shared));
+    StoreCompressed<kStorePending>(args, part, t, own, reinterpret_cast<int*>(shared));
   }
+}
+
+// Whether this batch also brings the position that takes the same place in the ring. It stands
+// `ring` rows further on, or later still when rows of other sessions are between.
+__device__ bool IsOverwritten(const Args& args, int ring, int t, int slot, int pos) {
+  __shared__ int found;
+  if (threadIdx.x == 0) found = 0;
+  __syncthreads();
+  for (int r = t + ring + static_cast<int>(threadIdx.x); r < args.rows;
+       r += static_cast<int>(blockDim.x)) {
+    if (args.step.slot[r] == slot && args.step.pos[r] == pos + ring) found = 1;
+  }
+  __syncthreads();
+  return found != 0;
+}
+
+__global__ void __launch_bounds__(kMaxThreads) StorePendingKernel(Args args) {
+  LaunchDependents();
+  GridDependencyWait();
+  const int t = blockIdx.x;
+  const Part& part = args.parts[blockIdx.y];
+  const int slot = args.step.slot[t], pos = args.step.pos[t];
+  if (slot < 0 || IsOverwritten(args, part.cache.ring, t, slot, pos)) return;
+  StorePending(args, part, LoadPending(part, t), slot, pos);
 }
 
 void CheckPart(const AttentionParams& params, const Part& part) {
@@ -333,8 +361,20 @@ void LaunchArgs(const LaunchContext& launch, const Args& args, unsigned threads)
     channels = std::max(channels, args.parts[i].cache.dim);
   }
   threads = std::max(threads, static_cast<unsigned>((channels / 2 + 31) / 32 * 32));
-  const size_t shared_bytes = sizeof(int) * args.params.ratio * (args.params.overlap ? 2 : 1);
-  Launch(launch, dim3(args.rows, num_blocks), dim3(threads), shared_bytes, StoreKeysKernel, args);
+  const int pending = args.params.ratio * (args.params.overlap ? 2 : 1);
+  const size_t shared_bytes = sizeof(int) * pending;
+  const dim3 grid(args.rows, num_blocks);
+  // Up to `pending` - 1 positions before the batch's first are read. Its own take other places.
+  bool fits = true;
+  for (int i = 0; i + 1 < args.num_parts; ++i) {
+    fits = fits && args.rows <= args.parts[i].cache.ring - pending;
+  }
+  if (fits) {
+    Launch(launch, grid, dim3(threads), shared_bytes, StoreKeysKernel<true>, args);
+    return;
+  }
+  Launch(launch, grid, dim3(threads), shared_bytes, StoreKeysKernel<false>, args);
+  Launch(launch, dim3(args.rows, args.num_parts - 1), dim3(threads), 0, StorePendingKernel, args);
 }
 
 }  // namespace

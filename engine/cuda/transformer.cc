@@ -165,7 +165,9 @@ void DeviceTransformer::PlanCaches(Workspace& space) {
     cache.dim = static_cast<int>(dim);
     cache.width = static_cast<int>(ModelConfig::CompressorWidth(layer.attention, dim));
     const int64_t pending = overlap ? 2 * layer.compress_ratio : layer.compress_ratio;
-    cache.ring = static_cast<int>(pending + options_.max_rows + kRewindSlack);
+    // Longer batches leave only their last rows there.
+    cache.ring = static_cast<int>(pending + std::min<int64_t>(options_.max_rows, kMaxFewRows) +
+                                  kRewindSlack);
     cache.max_rows =
         static_cast<int>(std::max<int64_t>(1, options_.max_context / layer.compress_ratio));
     cache.values = space.TakeArray<float>(slots * cache.ring * cache.width);

@@ -22,7 +22,8 @@ namespace ds4::cuda {
 
 // Rows of one pass through the few-row kernels, whose results do not depend on the batch.
 inline constexpr int kMaxFewRows = 64;
-// Positions that a session can go back without a new prefill, at least.
+// Positions that rings hold beyond a window and a batch of few rows, so that a session can go back
+// (kv/session_position.h says how far) even after steps that were queued in vain.
 inline constexpr int kRewindSlack = 64;
 
 struct TransformerOptions {

@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "engine/cuda/cuda_backend.h"
+#include "engine/kv/session_position.h"
 #include "engine/session/backend.h"
 #include "tests/golden/golden_model.h"
 #include "tests/support/engine_group.h"
@@ -108,6 +109,29 @@ TEST(CudaEngineTest, GoingBackLeavesNoTrace) {
   ASSERT_TRUE(engine.Run(GreedyPlan(2, {5, 6, 7}, 12, 2), nullptr).ok());
   const auto again = engine.Run(GreedyPlan(3, {kPrompt.back()}, 11, 4), nullptr).value();
   EXPECT_EQ(Ids(again.tokens), Ids(first.tokens));
+  EXPECT_EQ(engine.StateHash(1).value(), hash);
+}
+
+// After a long chunk the rings hold its end: from there on the state is that of a session which
+// never went further.
+TEST(CudaEngineTest, ALongChunkIsTakenBackAsFarAsItsEndIsKept) {
+  EngineOptions options = Options(ShippedModel(), Backend::kCuda);
+  options.max_batch_rows = 160;
+  EngineGroup group(options, 1);
+  Engine& engine = group.engine(0);
+  ASSERT_TRUE(engine.OpenSession(1, 512).ok());
+  std::vector<int32_t> prompt;
+  for (int i = 0; i < 150; ++i) prompt.push_back(3 + i * 37 % 3900);
+  const std::vector<int32_t> head(prompt.begin(), prompt.begin() + 75);
+  ASSERT_TRUE(engine.Run(GreedyPlan(1, head, 0, 0), nullptr).ok());
+  const uint64_t hash = engine.StateHash(1).value();
+  ASSERT_TRUE(engine.Run(GreedyPlan(2, prompt, 0, 0), nullptr).ok());
+  const int64_t lowest = 150 - RewindSlack(options.max_batch_rows);
+  ASSERT_LT(lowest, 75);
+  StepPlan again = GreedyPlan(3, {head.begin() + lowest - 1, head.end()}, lowest - 1, 0);
+  EXPECT_EQ(engine.Run(again, nullptr).status().code(), StatusCode::kInvalidArgument);
+  again = GreedyPlan(4, {head.begin() + lowest, head.end()}, lowest, 0);
+  ASSERT_TRUE(engine.Run(again, nullptr).ok());
   EXPECT_EQ(engine.StateHash(1).value(), hash);
 }
 

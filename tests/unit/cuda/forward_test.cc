@@ -13,6 +13,7 @@
 #include "engine/comm/local_transport.h"
 #include "engine/cuda/transformer.h"
 #include "engine/gguf/safetensors.h"
+#include "engine/model/synthetic.h"
 #include "tests/golden/golden_model.h"
 
 namespace ds4::cuda {
@@ -197,6 +198,19 @@ TEST(CudaForwardTest, StreamsPicksAndLogitsMatchTheReference) {
       }
     }
   }
+}
+
+// What a compressor has not pooled yet is 8 to 16 KiB a row and layer: too much for whole chunks.
+TEST(CudaCacheTest, LongBatchesLengthenTheWindowRingsOnly) {
+  const auto file = MakeSyntheticFile("flash", "q2", 0).value();
+  const ModelConfig config = ReadModelConfig(*file).value();
+  TransformerOptions options;
+  options.max_rows = kMaxFewRows;
+  const int64_t few = DeviceTransformer::CacheBytes(config, options);
+  options.max_rows = 2048;
+  const int64_t many = DeviceTransformer::CacheBytes(config, options);
+  EXPECT_EQ(many - few,
+            config.num_layers * (2048 - kMaxFewRows) * config.head_dim * KvBytes(options.kv_type));
 }
 
 TEST(CudaForwardTest, ChunksGiveTheSameBits) {

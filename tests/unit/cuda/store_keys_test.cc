@@ -12,6 +12,7 @@ constexpr int kSlots = 3;
 struct Model {
   AttentionParams params;
   int slack = 0;  // of the rings, over what a step reads
+  int rows = 0;   // of longer batches, which the window ring holds too
   int max_pos = 0;
 };
 
@@ -55,7 +56,7 @@ class StoreKeysTest : public testing::Test {
     const AttentionParams& params = model.params;
     for (auto& kv : kv_) kv = Normal(random_, model_.max_pos * params.head_dim);
     kv_norm_ = Normal(random_, params.head_dim);
-    cache_.ring = params.sliding_window + model.slack;
+    cache_.ring = params.sliding_window + model.slack + model.rows;
     window_elements_ = static_cast<int64_t>(kSlots) * cache_.ring * params.head_dim;
     cache_.window = bench_.Allocate(window_elements_ * KvBytes(params.kv_type));
     if (params.ratio == 0) return;
@@ -240,6 +241,26 @@ class StoreKeysTest : public testing::Test {
     for (int p = 24; p < 60; p += 6) StepAndCompare(Run(0, p, 6));
   }
 
+  // Batches of more rows than the pending rings have, then single tokens, which need what the
+  // batches left there; sessions alone and row by row between each other.
+  void RunLongBatches() {
+    const int windows = 2 * model_.params.ratio;
+    StepAndCompare(Run(0, 0, 50));
+    for (int p = 50; p < 50 + windows; ++p) StepAndCompare({{0, p}});
+    std::vector<Row> rows;
+    for (int p = 0; p < 45; ++p) {
+      rows.insert(rows.end(), {{1, p}, {2, p}});
+      if (p % 7 == 3) rows.push_back({-1, 0});
+    }
+    StepAndCompare(rows);
+    for (int p = 45; p < 45 + windows; ++p) StepAndCompare({{1, p}, {2, p}});
+    // From within a window, so that the first rows read positions whose places the last ones take.
+    const int from = 50 + windows, to = from + 47;
+    StepAndCompare(Run(0, from, to - from));
+    length_[0] = to - model_.slack;
+    for (int p = length_[0]; p < to + windows; ++p) StepAndCompare({{0, p}});
+  }
+
   Bench bench_;
   std::mt19937 random_{7};
   Model model_;
@@ -270,6 +291,24 @@ TEST_F(StoreKeysTest, OverlappingWindowsInBf16) {
 TEST_F(StoreKeysTest, LongWindowsWithoutOverlap) {
   Make(SmallModel(20, false, KvType::kF32));
   RunSessions();
+}
+
+TEST_F(StoreKeysTest, OverlappingWindowsThroughShortRings) {
+  Model model = SmallModel(4, true, KvType::kF32);
+  model.rows = 60;
+  model.max_pos = 160;
+  Make(model);
+  ASSERT_LT(main_.cache.ring, 45);
+  RunLongBatches();
+}
+
+TEST_F(StoreKeysTest, LongWindowsThroughShortRings) {
+  Model model = SmallModel(20, false, KvType::kF32);
+  model.rows = 60;
+  model.max_pos = 200;
+  Make(model);
+  ASSERT_LT(main_.cache.ring, 45);
+  RunLongBatches();
 }
 
 TEST_F(StoreKeysTest, FullWidthWithOverlap) {
@@ -315,20 +354,29 @@ TEST_F(StoreKeysTest, IdleRowsWriteNothing) {
 }
 
 // A window's pending values come from the projections when its tokens are of this batch and from
-// the ring when they came before: the same bits.
+// the ring when they came before: the same bits, and the same ones left in the ring, which is
+// shorter than the second chunk.
 TEST_F(StoreKeysTest, ChunksGiveTheBitsOfSingleTokens) {
-  Make(SmallModel(4, true, KvType::kF32));
+  Model model = SmallModel(4, true, KvType::kF32);
+  model.rows = 60;
+  Make(model);
   kv_[1] = kv_[0];
   for (Compressor* part : {&main_, &index_}) {
     part->kv[1] = part->kv[0];
     part->gate[1] = part->gate[0];
   }
-  for (int p = 0; p < 12; ++p) Step({{0, p}});
+  for (int p = 0; p < 60; ++p) Step({{0, p}});
   Step(Run(1, 0, 12));
+  Step(Run(1, 12, 48));
   for (const Compressor* part : {&main_, &index_}) {
     const std::vector<float> rows = bench_.Download<float>(part->cache.rows, RowElements(*part));
     const float* chunk = rows.data() + static_cast<int64_t>(part->cache.max_rows) * part->dim;
-    EXPECT_EQ(0, std::memcmp(rows.data(), chunk, sizeof(float) * 12 / 4 * part->dim));
+    EXPECT_EQ(0, std::memcmp(rows.data(), chunk, sizeof(float) * 60 / 4 * part->dim));
+    const int64_t pending = static_cast<int64_t>(part->cache.ring) * part->width;
+    for (const float* ring : {part->cache.values, part->cache.scores}) {
+      const std::vector<float> both = bench_.Download<float>(ring, 2 * pending);
+      EXPECT_EQ(0, std::memcmp(both.data(), both.data() + pending, sizeof(float) * pending));
+    }
   }
 }
 
