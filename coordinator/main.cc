@@ -25,6 +25,7 @@ namespace {
 constexpr int64_t kPreferredContext = 4096;
 constexpr milliseconds kCountGpusLimit{60000};  // drivers of large hosts take long to start
 constexpr int64_t kPerplexityContext = 1024;
+constexpr int64_t kChunk = 256, kGpuChunk = 2048;
 
 // The most that the context can be: what --ctx says, or the default before the workers' limits.
 Result<int64_t> LargestContext(const Options& options, const ModelConfig& config) {
@@ -68,6 +69,7 @@ Status Resolve(Options& options) {
     }
   }
   if (options.backend.empty()) options.backend = options.local_gpus ? "cuda" : "cpu";
+  if (options.chunk == 0) options.chunk = options.backend == "cuda" ? kGpuChunk : kChunk;
   return OkStatus();
 }
 

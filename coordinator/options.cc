@@ -119,10 +119,12 @@ void AddLimitOptions(CLI::App& app, Options& o, int64_t& timeout_ms, int64_t& jo
          "model's and the workers')")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 30))
       ->type_name("N");
-  app.add_option("--chunk", o.chunk, "prompt tokens run in one step")
+  app.add_option(
+         "--chunk", o.chunk,
+         "prompt tokens run in one step, at most the workers' --max-rows (default: 256; with "
+         "--local on GPUs 2048)")
       ->check(CLI::Range(int64_t{1}, int64_t{4096}))
-      ->type_name("N")
-      ->capture_default_str();
+      ->type_name("N");
   app.add_option("--timeout-ms", timeout_ms, "longest wait for progress inside a step")
       ->check(CLI::Range(int64_t{100}, int64_t{3600000}))
       ->type_name("MS")

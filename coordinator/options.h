@@ -57,8 +57,8 @@ struct Options {
   bool ignore_eos = false;
 
   // Limits.
-  int64_t context = 0;                            // tokens; 0: chosen as the group forms
-  int64_t chunk = 256;                            // prefill rows of one step, 1..4096
+  int64_t context = 0;  // tokens; 0: chosen as the group forms
+  int64_t chunk = 0;    // prefill rows of one step, 1..4096; 0: by the backend of workers we start
   std::chrono::milliseconds timeout{10000};       // a step without progress, 100 ms..1 h
   std::chrono::milliseconds join_timeout{10000};  // until all workers have joined, 100 ms..1 h
 

@@ -57,7 +57,8 @@ Result<std::unique_ptr<Node>> Node::Open(const WorkerOptions& options) {
   node->info_.host = HostName();
   node->info_.advertise_host = AdvertisedHost(options);
   node->info_.num_threads = options.num_threads;
-  node->info_.max_batch_rows = options.max_batch_rows;
+  node->info_.max_batch_rows =
+      options.max_batch_rows > 0 ? options.max_batch_rows : DefaultBatchRows(node->engine_.backend);
   return node;
 }
 

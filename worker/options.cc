@@ -46,7 +46,7 @@ struct RawOptions {
   std::string data_port = "0";
   std::string threads;
   std::string ctx;
-  std::string max_rows = "512";
+  std::string max_rows;
   std::string device = "0";
   std::string layers;
   std::string expert_memory = "device";
@@ -118,10 +118,13 @@ void Declare(CLI::App& app, RawOptions& raw, WorkerOptions& options) {
   app.add_option("--ctx", raw.ctx,
                  "largest context of one session, in tokens (default: the model's)")
       ->type_name(StrCat("1..", kMaxContext));
-  app.add_option("--max-rows", raw.max_rows,
-                 "largest batch of one forward pass, in rows: bounds the working memory")
-      ->type_name(StrCat("1..", kMaxBatchRows))
-      ->capture_default_str();
+  app.add_option(
+         "--max-rows", raw.max_rows,
+         StrCat("largest batch of one forward pass, in rows, that a coordinator may ask for "
+                "with --chunk: bounds the working memory (default: ",
+                DefaultBatchRows(Backend::kCpu), " on cpu, ", DefaultBatchRows(Backend::kCuda),
+                " on cuda, which needs more to be busy)"))
+      ->type_name(StrCat("1..", kMaxBatchRows));
   DeclareEngine(app, raw, options);
   app.add_option("--port-file", options.port_file,
                  "write \"control_port data_port\" there once ready, in one go")
@@ -210,7 +213,10 @@ Status Check(const CLI::App& app, const RawOptions& raw, WorkerOptions& options)
   if (!raw.ctx.empty()) {
     ASSIGN_OR_RETURN(options.max_context, ParseInt("--ctx", raw.ctx, 1, kMaxContext));
   }
-  ASSIGN_OR_RETURN(options.max_batch_rows, ParseInt("--max-rows", raw.max_rows, 1, kMaxBatchRows));
+  if (!raw.max_rows.empty()) {
+    ASSIGN_OR_RETURN(options.max_batch_rows,
+                     ParseInt("--max-rows", raw.max_rows, 1, kMaxBatchRows));
+  }
   if (IsWildcard(options.advertise)) {
     return InvalidArgumentError(StrCat("--advertise is \"", options.advertise,
                                        "\", which peers cannot dial; give this host's own name or "

@@ -17,13 +17,13 @@ struct HostPort {
 
 struct WorkerOptions {
   HostPort listen{"127.0.0.1", 9911};
-  uint16_t data_port = 0;   // 0: any free one
-  std::string advertise;    // empty: see --help
-  std::string model_path;   // empty with --synthetic
-  int num_threads = 0;      // resolved: at least 1
-  int64_t max_context = 0;  // 0: the model's
-  int64_t max_batch_rows = 512;
-  std::string port_file;  // empty: none
+  uint16_t data_port = 0;      // 0: any free one
+  std::string advertise;       // empty: see --help
+  std::string model_path;      // empty with --synthetic
+  int num_threads = 0;         // resolved: at least 1
+  int64_t max_context = 0;     // 0: the model's
+  int64_t max_batch_rows = 0;  // 0: DefaultBatchRows
+  std::string port_file;       // empty: none
 
   // The engine (engine/session/engine_options.h says what each means).
   std::string backend = "auto";  // auto, cpu, cuda

@@ -27,6 +27,9 @@ Result<Backend> ParseBackend(std::string_view text) {
   return InvalidArgumentError(StrCat("\"", text, "\" is no backend, must be cpu or cuda"));
 }
 
+// A device decodes all its weights for the tensor cores in every pass: many rows share that work.
+int64_t DefaultBatchRows(Backend backend) { return backend == Backend::kCuda ? 2048 : 512; }
+
 std::string_view ReplicatedWeightsName(ReplicatedWeights weights) {
   const auto index = static_cast<size_t>(weights);
   CHECK(index < kReplicatedWeightsNames.size()) << index;

@@ -18,6 +18,9 @@ std::string_view BackendName(Backend backend);
 // kInvalidArgument names the text and what it may be.
 Result<Backend> ParseBackend(std::string_view text);
 
+// Rows of one forward pass that keep the backend busy in prefill: cpu 512, cuda 2048.
+int64_t DefaultBatchRows(Backend backend);
+
 // Where the routed experts' weights live; everything else is always in the device's own memory.
 enum class ExpertMemory {
   kDevice,

@@ -48,6 +48,11 @@ TEST(BackendTest, NamesAreReadAsTheyAreWritten) {
   EXPECT_THAT(ParseBackend("gpu").status().message(), HasSubstr("\"gpu\" is no backend"));
 }
 
+TEST(EngineOptionsTest, ADeviceTakesMoreRowsAtOnce) {
+  EXPECT_EQ(DefaultBatchRows(Backend::kCpu), 512);
+  EXPECT_EQ(DefaultBatchRows(Backend::kCuda), 2048);
+}
+
 TEST(EngineOptionsTest, ReplicatedWeightsHaveNames) {
   for (const auto weights :
        {ReplicatedWeights::kAuto, ReplicatedWeights::kFile, ReplicatedWeights::kQ8_0}) {

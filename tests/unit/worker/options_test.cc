@@ -41,7 +41,7 @@ TEST(WorkerOptions, DefaultsStayOnThisHost) {
   EXPECT_EQ(options.advertise, "");
   EXPECT_GE(options.num_threads, 1);
   EXPECT_EQ(options.max_context, 0);
-  EXPECT_EQ(options.max_batch_rows, 512);
+  EXPECT_EQ(options.max_batch_rows, 0);  // by the backend, known later
   EXPECT_FALSE(options.exit_with_parent);
 }
 
@@ -71,6 +71,8 @@ TEST(WorkerOptions, BadValuesAreNamedWithTheirRange) {
             "--data-port is \"65536\", must be a whole number in [0, 65535]");
   EXPECT_EQ(ErrorOf({"--model=m", "--ctx=99999999999999999999"}),
             "--ctx is \"99999999999999999999\", must be a whole number in [1, 1073741824]");
+  EXPECT_EQ(ErrorOf({"--model=m", "--max-rows=0"}),
+            "--max-rows is \"0\", must be a whole number in [1, 65536]");
   EXPECT_EQ(ErrorOf({"--model=m", "--max-rows=-1"}),
             "--max-rows is \"-1\", must be a whole number in [1, 65536]");
   EXPECT_THAT(ErrorOf({"--model=m", "--listen=localhost"}), HasSubstr("has no port"));
