@@ -49,15 +49,17 @@ struct StoreKeys {
   const float* index_ape = nullptr;
   const float* index_norm = nullptr;
 };
+// In the same launch, `balance`, of at most as many rows.
 void LaunchStoreKeys(const LaunchContext& launch, const AttentionParams& params,
                      const StepRows& step, int rows, const RopeView& rope, const StoreKeys& in,
-                     const LayerCache& cache);
+                     const LayerCache& cache, const SinkhornJob& balance = {});
 
 // LaunchStoreKeys and a LaunchRmsNorm of as many rows in one launch; neither reads what the other
 // writes.
 void LaunchNormAndStore(const LaunchContext& launch, const AttentionParams& params,
                         const StepRows& step, int rows, const RopeView& rope, const StoreKeys& in,
-                        const LayerCache& cache, const RowNorm& norm);
+                        const LayerCache& cache, const RowNorm& norm,
+                        const SinkhornJob& balance = {});
 
 // The indexer's choice. index_q: [rows][index_heads * index_dim] projections, not rotated yet;
 // head_weights: [rows][index_heads]. picks: [rows][index_top_k] compressed row ids, rising; count:

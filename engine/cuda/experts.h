@@ -2,6 +2,7 @@
 #pragma once
 
 #include "engine/cuda/activation.h"
+#include "engine/cuda/hyper_connection.h"
 #include "engine/cuda/layout.h"
 
 namespace ds4::cuda {
@@ -39,8 +40,10 @@ Routing MakeRouting(std::byte* memory, int64_t max_rows, const RouterParams& par
 // logits: [rows][num_experts] (both kinds of router). s = sqrt(softplus(logit)); score-routed:
 // the `used` largest s + bias, the lower id on ties; weights s / (sum + 1e-20) * scale, the sum in
 // the order chosen. tokens: [rows], read when hash-routed. Every idle row is routed like any other.
+// In the same launch, `balance`.
 void LaunchRoute(const LaunchContext& launch, const RouterParams& params, const float* logits,
-                 const int32_t* tokens, int rows, const Routing& routing);
+                 const int32_t* tokens, int rows, const Routing& routing,
+                 const SinkhornJob& balance = {});
 
 // hidden = silu(min(g, limit)) * clamp(u, -limit, limit) * router weight, for every pair, in place
 // p = pair_place order, and for the shared expert (weight 1, its own limit). gate, up: [experts]

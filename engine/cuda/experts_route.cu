@@ -9,6 +9,7 @@
 #include "engine/cuda/experts.h"
 #include "engine/cuda/experts_groups.h"
 #include "engine/cuda/simt.h"
+#include "engine/cuda/sinkhorn.cuh"
 
 namespace ds4::cuda {
 namespace {
@@ -25,6 +26,8 @@ struct RouteJob {
   const int32_t* tokens = nullptr;
   int rows = 0;
   Routing routing;
+  int route_blocks = 1;  // the blocks behind them balance
+  SinkhornJob balance;
 };
 
 __device__ __forceinline__ float RouterScore(float logit) {
@@ -309,11 +312,15 @@ __device__ void PlacePairsByCount(const RouteJob& job, int num_pairs, const int*
   }
 }
 
-// All of the routing in one block. Dynamic shared memory: words to choose in of each warp, ids and
-// weights of the pairs, scores.
+// All of the routing in the first block. Dynamic shared memory: words to choose in of each warp,
+// ids and weights of the pairs, scores.
 template <int kPerThread>
 __global__ void __launch_bounds__(kRouteThreads) RouteFewRows(const RouteJob job) {
   LaunchDependents();
+  if (blockIdx.x > 0) {
+    BalanceRows(job.balance, static_cast<int>(blockIdx.x) - 1);
+    return;
+  }
   DS4_DYNAMIC_SHARED(memory);
   __shared__ int counts[kMaxExperts];
   __shared__ int first[kMaxExperts];
@@ -368,6 +375,10 @@ __global__ void __launch_bounds__(kRouteThreads) RouteFewRows(const RouteJob job
 template <int kPerThread>
 __global__ void __launch_bounds__(kPlaceThreads) RouteRows(const RouteJob job) {
   LaunchDependents();
+  if (static_cast<int>(blockIdx.x) >= job.route_blocks) {
+    BalanceRows(job.balance, static_cast<int>(blockIdx.x) - job.route_blocks);
+    return;
+  }
   DS4_DYNAMIC_SHARED(memory);
   float bias[kPerThread];
   LoadBias(job.params, bias);
@@ -488,7 +499,8 @@ Routing MakeRouting(std::byte* memory, int64_t max_rows, const RouterParams& par
 }
 
 void LaunchRoute(const LaunchContext& launch, const RouterParams& params, const float* logits,
-                 const int32_t* tokens, int rows, const Routing& routing) {
+                 const int32_t* tokens, int rows, const Routing& routing,
+                 const SinkhornJob& balance) {
   CHECK(params.num_experts >= 1 && params.num_experts <= kMaxExperts)
       << params.num_experts << " experts, the router takes 1 to " << kMaxExperts;
   CHECK(params.used >= 1 && params.used <= kMaxExpertsUsed && params.used <= params.num_experts)
@@ -496,7 +508,7 @@ void LaunchRoute(const LaunchContext& launch, const RouterParams& params, const 
   CHECK((params.hash_ids != nullptr) != (params.bias != nullptr))
       << "a router has either a bias or a table of ids";
   if (rows == 0) return;
-  const RouteJob job = {params, logits, tokens, rows, routing};
+  RouteJob job = {params, logits, tokens, rows, routing, 1, balance};
   const bool few_experts = params.num_experts <= 256;
   const size_t warp_bytes = ChoiceWords(params.used, few_experts ? 8 : 16) * sizeof(uint64_t);
   if (rows <= kRouteOneBlockRows) {
@@ -506,13 +518,14 @@ void LaunchRoute(const LaunchContext& launch, const RouterParams& params, const 
     const size_t shared_bytes =
         threads / 32 * warp_bytes +
         rows * (params.used * (sizeof(int) + sizeof(float)) + params.num_experts * sizeof(float));
-    Launch(launch, dim3(1), dim3(threads), shared_bytes,
+    Launch(launch, dim3(1 + BalanceBlocks(balance, threads)), dim3(threads), shared_bytes,
            few_experts ? RouteFewRows<8> : RouteFewRows<16>, job);
     return;
   }
   const int warps = kPlaceThreads / 32;
-  Launch(launch, dim3((rows + warps - 1) / warps), dim3(kPlaceThreads), warps * warp_bytes,
-         few_experts ? RouteRows<8> : RouteRows<16>, job);
+  job.route_blocks = (rows + warps - 1) / warps;
+  Launch(launch, dim3(job.route_blocks + BalanceBlocks(balance, kPlaceThreads)),
+         dim3(kPlaceThreads), warps * warp_bytes, few_experts ? RouteRows<8> : RouteRows<16>, job);
   Launch(launch, dim3((params.num_experts + warps - 1) / warps), dim3(kPlaceThreads), 0, CountPairs,
          job);
   const int place_warps = kMaxExperts / 32;

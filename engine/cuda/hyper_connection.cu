@@ -4,8 +4,8 @@
 // there, then all warps share the row's dot products: each half warp has three rows of fn in
 // registers, fetched before the results are waited for, so a tile of rows reads fn once. A site's
 // start (HcPre) has one block a row: every warp works out the same few mixes from the partials,
-// then the streams that were loaded meanwhile collapse and are normed, while one warp more balances
-// comb (Sinkhorn), which only the site's end needs.
+// then the streams that were loaded meanwhile collapse and are normed. A later kernel balances comb
+// (SinkhornJob), which only the site's end needs.
 #include <algorithm>
 #include <cmath>
 
@@ -13,7 +13,6 @@
 #include "engine/cuda/hyper_connection.h"
 #include "engine/cuda/row_forms.cuh"
 #include "engine/cuda/simt.h"
-#include "engine/cuda/sinkhorn.cuh"
 
 namespace ds4::cuda {
 namespace {
@@ -38,7 +37,6 @@ struct HcShape {
   int streams = 0;
   int dim = 0;
   int parts = 0;
-  int iterations = 0;
   float hc_eps = 0;
   float norm_eps = 0;
 };
@@ -484,12 +482,11 @@ __device__ __forceinline__ float AddWarpShares(
   return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
 }
 
-// kHead: only pre, of the chosen rows. Else the last warp of the block has no columns: it finds
-// post and comb.
+// kHead: only pre, of the chosen rows. Else the mixes are left for a SinkhornJob.
 template <bool kHead>
 __global__ void __launch_bounds__(kMaxRowThreads)
     HcPreKernel(HcShape shape, int rows, const int32_t* row_index, const float* streams,
-                const float* partial, HcWeights weights, const float* norm_weight, HcMix mix,
+                const float* partial, HcWeights weights, const float* norm_weight, float* mixes,
                 ActivationView out) {
   DS4_DYNAMIC_SHARED(memory);  // the norm's weights: registers are for the streams
   __shared__ float shares[kPartialWarps][kPartialSlots];
@@ -497,11 +494,10 @@ __global__ void __launch_bounds__(kMaxRowThreads)
   LaunchDependents();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  const int num_workers = static_cast<int>(blockDim.x) / kWarpSize - (kHead ? 0 : 1);
-  const bool worker = warp < num_workers;
+  const int num_warps = static_cast<int>(blockDim.x) / kWarpSize;
   const int h = shape.streams;
   const int c = static_cast<int>(threadIdx.x) * kThreadCols;
-  const bool has_columns = worker && c < shape.dim;
+  const bool has_columns = c < shape.dim;
   float* const own_weights = reinterpret_cast<float*>(memory) + c;
   if (has_columns) {
     CopyAsync16(own_weights, norm_weight + c);
@@ -532,6 +528,7 @@ __global__ void __launch_bounds__(kMaxRowThreads)
   const float mean =
       __shfl_sync(kFullMask, total, kSquaresSlot) / static_cast<float>(h * shape.dim);
   const float z = fmaf(total * (1.0f / sqrtf(mean + shape.norm_eps)), scale, base);
+  if (!kHead && warp == num_warps - 1) mixes[t * kMixSlots + lane] = z;
   const float gate = Logistic(z);
   float v[kThreadCols] = {};
 #pragma unroll
@@ -545,19 +542,15 @@ __global__ void __launch_bounds__(kMaxRowThreads)
     }
   }
   const float square = WarpSum(SumOfSquares(v));
-  if (worker && lane == 0) squares[warp] = square;
+  if (lane == 0) squares[warp] = square;
   __syncthreads();
 
-  if (worker) {
-    float weight[kThreadCols] = {};
-    CopyAsyncWait<0>();
-    if (has_columns) LoadColumns(own_weights, 0, kThreadCols, true, weight);
-    const float mean_square = SumOfWarps(squares, num_workers) / static_cast<float>(shape.dim);
-    ScaleColumns(1.0f / sqrtf(mean_square + shape.norm_eps), weight, v);
-    if (c < out.cols) StoreForms(out, t, c, v);
-  } else if constexpr (!kHead) {
-    BalanceRow({nullptr, mix, rows, h, shape.iterations, shape.hc_eps}, t, z);
-  }
+  float weight[kThreadCols] = {};
+  CopyAsyncWait<0>();
+  if (has_columns) LoadColumns(own_weights, 0, kThreadCols, true, weight);
+  const float mean_square = SumOfWarps(squares, num_warps) / static_cast<float>(shape.dim);
+  ScaleColumns(1.0f / sqrtf(mean_square + shape.norm_eps), weight, v);
+  if (c < out.cols) StoreForms(out, t, c, v);
 }
 
 __global__ void __launch_bounds__(kMaxRowThreads) RmsNormKernel(RowNorm norm, bool vectors) {
@@ -574,8 +567,7 @@ HcShape ShapeOf(const HcParams& params) {
   CHECK(params.hidden_dim >= 1 && params.hidden_dim % kThreadCols == 0)
       << "hidden_dim " << params.hidden_dim << " is no multiple of " << kThreadCols;
   CHECK(params.sinkhorn_iterations >= 1) << params.sinkhorn_iterations << " Sinkhorn iterations";
-  return {params.num_streams,         params.hidden_dim, NumParts(params),
-          params.sinkhorn_iterations, params.hc_eps,     params.norm_eps};
+  return {params.num_streams, params.hidden_dim, NumParts(params), params.hc_eps, params.norm_eps};
 }
 
 void CheckFn(const HcShape& shape, const PlainMatrix& fn) {
@@ -626,8 +618,8 @@ RootProgram ProgramOf(const RootSet& roots) {
   return program;
 }
 
-// Threads with columns in HcPre: enough for the row, and for the warps that add partials.
-unsigned HcWorkers(const HcShape& shape, const ActivationView& out) {
+// Threads of HcPre: enough for the row, and for the warps that add partials.
+unsigned HcThreads(const HcShape& shape, const ActivationView& out) {
   CHECK(out.cols >= shape.dim) << out.cols << " columns for a hidden_dim of " << shape.dim;
   return std::max(RowThreads(out.cols), static_cast<unsigned>(kPartialWarps * kWarpSize));
 }
@@ -667,18 +659,15 @@ void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows,
 
 void LaunchHcPre(const LaunchContext& launch, const HcParams& params, int rows,
                  const float* streams, const float* partial, const HcWeights& weights,
-                 const float* norm_weight, const HcMix& mix, const ActivationView& x) {
+                 const float* norm_weight, float* mixes, const ActivationView& x) {
   const HcShape shape = ShapeOf(params);
   CheckFn(shape, weights.fn);
   CHECK(weights.fn.rows == shape.streams * (2 + shape.streams))
       << weights.fn.rows << " mixing rows for " << shape.streams << " streams";
-  const unsigned threads = HcWorkers(shape, x) + kWarpSize;
-  CHECK(threads <= kMaxRowThreads)
-      << "hidden_dim " << shape.dim << " needs " << threads << " threads";
   CheckNorm(norm_weight);
-  Launch(launch, static_cast<unsigned>(rows), threads, WeightBytes(shape), HcPreKernel<false>,
-         shape, rows, static_cast<const int32_t*>(nullptr), streams, partial, weights, norm_weight,
-         mix, x);
+  Launch(launch, static_cast<unsigned>(rows), HcThreads(shape, x), WeightBytes(shape),
+         HcPreKernel<false>, shape, rows, static_cast<const int32_t*>(nullptr), streams, partial,
+         weights, norm_weight, mixes, x);
 }
 
 void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,
@@ -689,9 +678,9 @@ void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,
   CHECK(weights.fn.rows == shape.streams)
       << weights.fn.rows << " head mixing rows for " << shape.streams << " streams";
   CheckNorm(norm_weight);
-  Launch(launch, static_cast<unsigned>(out.rows), HcWorkers(shape, out), WeightBytes(shape),
-         HcPreKernel<true>, shape, rows, row_index, streams, partial, weights, norm_weight, HcMix{},
-         out);
+  Launch(launch, static_cast<unsigned>(out.rows), HcThreads(shape, out), WeightBytes(shape),
+         HcPreKernel<true>, shape, rows, row_index, streams, partial, weights, norm_weight,
+         static_cast<float*>(nullptr), out);
 }
 
 void LaunchRmsNorm(const LaunchContext& launch, const float* x, int64_t stride, int rows, int cols,

@@ -37,6 +37,22 @@ struct HcMix {
   float* comb = nullptr;  // [rows][H*H]
 };
 
+// Post and comb from what a site's start leaves: a job that a kernel between the site's start and
+// its end does beside its own work, since only the end needs the result (sinkhorn.cuh).
+inline constexpr int kMixSlots = 32;
+struct SinkhornJob {
+  const float* mixes = nullptr;  // [rows][kMixSlots]: mix i = scale * dot product + base
+  HcMix mix;                     // post and comb go there
+  int rows = 0;                  // 0: nothing to do
+  int streams = 0;
+  int iterations = 0;
+  float eps = 0.0f;
+};
+inline SinkhornJob BalanceOf(const HcParams& params, int rows, const float* mixes,
+                             const HcMix& mix) {
+  return {mixes, mix, rows, params.num_streams, params.sinkhorn_iterations, params.hc_eps};
+}
+
 // Sums of squares and dot products of the streams with fn, in parts by columns, for the next site:
 // partial[(part * rows + t) * 32 + i], i < fn.rows dot products, i = 31 the sum of squares.
 // Parts are ranges of kPartCols columns d of all streams, so the order of additions depends on D
@@ -83,11 +99,12 @@ void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows,
                   const RootSet& roots, const HcMix& mix, const PlainMatrix& next_fn,
                   float* streams, float* partial);
 
-// Starts a site: mixes from the partials, collapsed c = sum_h pre_h X_h, x = norm_weight * R(c) in
-// the forms that `x` has, post and comb for the site's end. One result for any number of rows.
+// Starts a site: mixes [rows][kMixSlots] from the partials, for a SinkhornJob; collapsed
+// c = sum_h pre_h X_h, x = norm_weight * R(c) in the forms that `x` has. One result for any number
+// of rows.
 void LaunchHcPre(const LaunchContext& launch, const HcParams& params, int rows,
                  const float* streams, const float* partial, const HcWeights& weights,
-                 const float* norm_weight, const HcMix& mix, const ActivationView& x);
+                 const float* norm_weight, float* mixes, const ActivationView& x);
 
 // Head collapse and final norm of the chosen rows (row_index[i], device, [out.rows]) into `out`.
 void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,

@@ -48,7 +48,7 @@ __device__ __forceinline__ void Normalise(int streams, float eps, const Factors&
 }
 
 // A matrix that Sinkhorn balances, entry (i, j) times the factors of row i and column j. The
-// latency of this chain bounds HcPre, so all lanes carry the whole matrix: no step has a shuffle.
+// latency of this chain bounds the job, so all lanes carry the whole matrix: no step has a shuffle.
 struct Balance {
   float c[kMaxDeviceStreams][kMaxDeviceStreams];
   Factors row, column;
@@ -114,17 +114,6 @@ __device__ __forceinline__ float FinishSinkhorn(int streams, int iterations, flo
   return entry / (m.row.denominator * m.column.denominator);
 }
 
-// What a kernel needs that balances rows beside its own work.
-struct SinkhornJob {
-  const float* mixes =
-      nullptr;   // [rows][32]: mix i = scale * dot product + base of the site's start
-  HcMix mix;     // post and comb go there
-  int rows = 0;  // 0: nothing to do
-  int streams = 0;
-  int iterations = 0;
-  float eps = 0.0f;
-};
-
 // One warp: post and comb of a row. z: the row's mix of this thread's lane.
 __device__ __forceinline__ void BalanceRow(const SinkhornJob& job, int row, float z) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -134,6 +123,21 @@ __device__ __forceinline__ void BalanceRow(const SinkhornJob& job, int row, floa
   if (lane >= h && lane < 2 * h) job.mix.post[row * h + lane - h] = 2.0f / (1.0f + expf(-z));
   const float comb = FinishSinkhorn(h, job.iterations, job.eps, balance);
   if (lane < h * h) job.mix.comb[row * h * h + lane] = comb;
+}
+
+// Block `block` of those that do the job, to its end: a row for each of its warps.
+__device__ __forceinline__ void BalanceRows(const SinkhornJob& job, int block) {
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+  const int row = block * warps + static_cast<int>(threadIdx.x) / kWarpSize;
+  const float* from = job.mixes + row * kMixSlots + threadIdx.x % kWarpSize;
+  GridDependencyWait();
+  if (row < job.rows) BalanceRow(job, row, *from);
+}
+
+// Blocks of `threads` that a job takes.
+inline unsigned BalanceBlocks(const SinkhornJob& job, unsigned threads) {
+  const unsigned warps = threads / kWarpSize;
+  return (static_cast<unsigned>(job.rows) + warps - 1) / warps;
 }
 
 }  // namespace ds4::cuda

@@ -1,15 +1,17 @@
 // Keys and pending compressor inputs into the caches, and the compressed rows that they complete.
 //
 // One launch: a block for each row and each of (window, main compressor, indexer's compressor), and
-// one for a norm that needs no more than they do. A block that pools a window takes what this batch
-// brings from the projections and only older positions from the pending ring, so no block waits for
-// another. A batch longer than the ring's slack would store over positions that its first windows
-// still read: there the pending inputs follow in a launch of their own, each session's last ones.
+// one for a norm that needs no more than they do, and blocks that balance stream mixes beside. A
+// block that pools a window takes what this batch brings from the projections and only older
+// positions from the pending ring, so no block waits for another. A batch longer than the ring's
+// slack would store over positions that its first windows still read: there the pending inputs
+// follow in a launch of their own, each session's last ones.
 #include <algorithm>
 
 #include "engine/base/check.h"
 #include "engine/cuda/attention.cuh"
 #include "engine/cuda/row_forms.cuh"
+#include "engine/cuda/sinkhorn.cuh"
 
 namespace ds4::cuda {
 namespace {
@@ -40,6 +42,8 @@ struct Args {
   int num_parts = 0;  // window and compressors
   RowNorm norm;       // of blocks behind the parts
   bool norm_vectors = false;
+  int balance_y = 0;  // blockIdx.y of the blocks that balance
+  SinkhornJob balance;
 };
 
 __device__ float BlockSum(float value) {
@@ -274,7 +278,9 @@ __global__ void __launch_bounds__(kMaxThreads) StoreKeysKernel(Args args) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(shared);
   const int t = blockIdx.x;
-  if (blockIdx.y == 0) {
+  if (static_cast<int>(blockIdx.y) == args.balance_y) {
+    BalanceRows(args.balance, t);
+  } else if (blockIdx.y == 0) {
     const Channels own = OwnChannels(args.kv_norm, args.params.head_dim);
     GridDependencyWait();
     StoreWindow(args, t, own);
@@ -354,8 +360,10 @@ Args MakeArgs(const AttentionParams& params, const StepRows& step, int rows, con
 }
 
 // `threads`: what a norm needs, or none.
-void LaunchArgs(const LaunchContext& launch, const Args& args, unsigned threads) {
-  const unsigned num_blocks = args.num_parts + (threads > 0 ? 1 : 0);
+void LaunchArgs(const LaunchContext& launch, Args args, unsigned threads,
+                const SinkhornJob& balance) {
+  args.balance_y = args.num_parts + (threads > 0 ? 1 : 0);
+  args.balance = balance;
   int channels = args.params.head_dim;
   for (int i = 0; i + 1 < args.num_parts; ++i) {
     channels = std::max(channels, args.parts[i].cache.dim);
@@ -363,7 +371,8 @@ void LaunchArgs(const LaunchContext& launch, const Args& args, unsigned threads)
   threads = std::max(threads, static_cast<unsigned>((channels / 2 + 31) / 32 * 32));
   const int pending = args.params.ratio * (args.params.overlap ? 2 : 1);
   const size_t shared_bytes = sizeof(int) * pending;
-  const dim3 grid(args.rows, num_blocks);
+  CHECK(balance.rows <= args.rows) << balance.rows << " rows to balance beside " << args.rows;
+  const dim3 grid(args.rows, args.balance_y + (balance.rows > 0 ? 1 : 0));
   // Up to `pending` - 1 positions before the batch's first are read. Its own take other places.
   bool fits = true;
   for (int i = 0; i + 1 < args.num_parts; ++i) {
@@ -381,17 +390,17 @@ void LaunchArgs(const LaunchContext& launch, const Args& args, unsigned threads)
 
 void LaunchStoreKeys(const LaunchContext& launch, const AttentionParams& params,
                      const StepRows& step, int rows, const RopeView& rope, const StoreKeys& in,
-                     const LayerCache& cache) {
-  LaunchArgs(launch, MakeArgs(params, step, rows, rope, in, cache), 0);
+                     const LayerCache& cache, const SinkhornJob& balance) {
+  LaunchArgs(launch, MakeArgs(params, step, rows, rope, in, cache), 0, balance);
 }
 
 void LaunchNormAndStore(const LaunchContext& launch, const AttentionParams& params,
                         const StepRows& step, int rows, const RopeView& rope, const StoreKeys& in,
-                        const LayerCache& cache, const RowNorm& norm) {
+                        const LayerCache& cache, const RowNorm& norm, const SinkhornJob& balance) {
   const unsigned threads = RowThreads(norm.out.cols);
   if (threads > kMaxThreads) {
     LaunchRmsNorm(launch, norm.x, norm.stride, rows, norm.cols, norm.weight, norm.eps, norm.out);
-    LaunchStoreKeys(launch, params, step, rows, rope, in, cache);
+    LaunchStoreKeys(launch, params, step, rows, rope, in, cache, balance);
     return;
   }
   CHECK(norm.cols >= 1 && norm.cols <= norm.out.cols)
@@ -399,7 +408,7 @@ void LaunchNormAndStore(const LaunchContext& launch, const AttentionParams& para
   Args args = MakeArgs(params, step, rows, rope, in, cache);
   args.norm = norm;
   args.norm_vectors = VectorsFit(norm.x, norm.stride, norm.cols);
-  LaunchArgs(launch, args, threads);
+  LaunchArgs(launch, args, threads, balance);
 }
 
 }  // namespace ds4::cuda

@@ -100,6 +100,7 @@ void DeviceTransformer::Plan(Workspace& space) {
   yarn_sin_ = space.TakeArray<float>(rows * pairs);
   streams_ = space.TakeArray<float>(rows * streams * hidden);
   partial_ = space.TakeArray<float>(NumParts(hc()) * rows * 32);
+  mixes_ = space.TakeArray<float>(rows * kMixSlots);
   post_ = space.TakeArray<float>(rows * streams);
   comb_ = space.TakeArray<float>(rows * streams * streams);
 
@@ -357,7 +358,7 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
     forms |= FormFor(pass, w.index_compressor.kv) | FormFor(pass, w.index_compressor.gate) |
              FormFor(pass, w.index_proj);
   }
-  LaunchHcPre(launch_, hc(), rows, streams_, partial_, block.attn_hc, w.norm, mix,
+  LaunchHcPre(launch_, hc(), rows, streams_, partial_, block.attn_hc, w.norm, mixes_,
               WithForms(x_, rows, forms));
 
   std::vector<Product> products = {{w.q_a, &x_, 0, q_low_, nullptr, 0, 0},
@@ -397,7 +398,8 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
   }
   const RowNorm norm = {q_low_,     config_.q_lora_rank, static_cast<int>(config_.q_lora_rank),
                         w.q_a_norm, config_.norm_eps,    WithForms(qr_, rows, qr_forms)};
-  LaunchNormAndStore(launch_, params, pass.step, rows, rope, store, caches_[index], norm);
+  LaunchNormAndStore(launch_, params, pass.step, rows, rope, store, caches_[index], norm,
+                     BalanceOf(hc(), rows, mixes_, mix));
   products = {{w.q_b, &qr_, 0, q_, nullptr, 0, 0}};
   if (choose) products.push_back({w.index_q_b, &qr_, 0, index_q_, nullptr, 0, 0});
   Products(pass, products);
@@ -469,7 +471,7 @@ Status DeviceTransformer::Experts(const Pass& pass, int64_t index, DeviceTrace* 
   const PlainMatrix& next_fn = last ? weights_.head_hc.fn : weights_.blocks[index + 1].attn_hc.fn;
 
   const int up_forms = FormFor(pass, w.gate) | FormFor(pass, w.shared_gate);
-  LaunchHcPre(launch_, hc(), rows, streams_, partial_, block.ffn_hc, w.norm, mix,
+  LaunchHcPre(launch_, hc(), rows, streams_, partial_, block.ffn_hc, w.norm, mixes_,
               WithForms(x_, rows, up_forms | FormFor(pass, w.router)));
   Products(pass, {{w.router, &x_, 0, router_logits_, nullptr, 0, 0}});
 
@@ -478,7 +480,8 @@ Status DeviceTransformer::Experts(const Pass& pass, int64_t index, DeviceTrace* 
   router.hash_ids = w.hash_ids;
   const Routing routing =
       MakeRouting(routing_memory_, std::max(few_rows_, many_rows_), router_shape_);
-  LaunchRoute(launch_, router, router_logits_, pass.step.token, rows, routing);
+  LaunchRoute(launch_, router, router_logits_, pass.step.token, rows, routing,
+              BalanceOf(hc(), rows, mixes_, mix));
 
   ExpertsUp up;
   up.gate = w.gate;

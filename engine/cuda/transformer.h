@@ -145,7 +145,8 @@ class DeviceTransformer {
   double* yarn_frequencies_ = nullptr;
   int32_t* vocab_lanes_ = nullptr;
   float *plain_cos_ = nullptr, *plain_sin_ = nullptr, *yarn_cos_ = nullptr, *yarn_sin_ = nullptr;
-  float *streams_ = nullptr, *partial_ = nullptr, *post_ = nullptr, *comb_ = nullptr;
+  float *streams_ = nullptr, *partial_ = nullptr, *mixes_ = nullptr, *post_ = nullptr,
+        *comb_ = nullptr;
   ActivationView x_, qr_, attended_, lanes_in_, hidden_, shared_hidden_, head_in_;
   float *q_low_ = nullptr, *kv_ = nullptr, *comp_kv_ = nullptr, *comp_gate_ = nullptr,
         *index_kv_ = nullptr, *index_gate_ = nullptr, *index_weights_ = nullptr, *q_ = nullptr,

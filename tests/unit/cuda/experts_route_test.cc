@@ -1,11 +1,12 @@
-// Goal: every row gets the right experts with the right weights, and the lists of work hold every
-// pair once, by expert and then by row.
+// Goal: every row gets the right experts with the right weights, the lists of work hold every pair
+// once, by expert and then by row, and the mixes that are balanced beside come out right.
 // Method: the same on the host by plain sorting, for both kinds of router, few and many rows, tiny
 // and full numbers of experts, with ties, and with all rows choosing alike.
 #include <numeric>
 #include <set>
 
 #include "engine/cuda/experts.h"
+#include "tests/unit/cuda/balance_test_util.h"
 #include "tests/unit/cuda/experts_test_util.h"
 
 namespace ds4::cuda {
@@ -39,6 +40,7 @@ RouteCase RandomCase(int num_experts, int used, int rows, uint32_t seed) {
 
 RouteResult Route(const RouteCase& c) {
   TestDevice device;
+  const BalanceCase balance(device, c.rows);
   RouterParams params;
   params.num_experts = c.num_experts;
   params.used = c.used;
@@ -49,8 +51,10 @@ RouteResult Route(const RouteCase& c) {
   const DeviceBuffer logits = device.Upload(c.logits), tokens = device.Upload(c.tokens);
   const DeviceBuffer memory = device.Allocate(RoutingBytes(c.rows, params));
   const Routing routing = MakeRouting(memory.data(), c.rows, params);
-  LaunchRoute(device.launch, params, logits.as<float>(), tokens.as<int32_t>(), c.rows, routing);
+  LaunchRoute(device.launch, params, logits.as<float>(), tokens.as<int32_t>(), c.rows, routing,
+              balance.job());
   device.Finish();
+  balance.ExpectDone(device);
 
   RouteResult r;
   const int64_t num_pairs = int64_t{c.rows} * c.used;

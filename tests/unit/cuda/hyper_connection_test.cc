@@ -12,8 +12,10 @@
 #include <vector>
 
 #include "engine/comm/lane_tree.h"
+#include "engine/cuda/attention.h"
 #include "engine/kernels/rope.h"
 #include "engine/tensor/quant.h"
+#include "tests/unit/cuda/balance_test_util.h"
 #include "tests/unit/cuda/experts_test_util.h"
 
 namespace ds4::cuda {
@@ -221,30 +223,6 @@ struct Mixes {
   std::vector<double> pre, post, comb;
 };
 
-double Logistic(double x) { return 1.0 / (1.0 + std::exp(-x)); }
-
-// Spec 2.2 step 4 in double.
-void SinkhornInDouble(int h, int iterations, double eps, double* c) {
-  for (int i = 0; i < h; ++i) {
-    double top = c[i * h], sum = 0;
-    for (int j = 0; j < h; ++j) top = std::max(top, c[i * h + j]);
-    for (int j = 0; j < h; ++j) sum += c[i * h + j] = std::exp(c[i * h + j] - top);
-    for (int j = 0; j < h; ++j) c[i * h + j] = c[i * h + j] / sum + eps;
-  }
-  for (int n = 0; n < iterations; ++n) {
-    for (int i = 0; i < h && n > 0; ++i) {
-      double sum = eps;
-      for (int j = 0; j < h; ++j) sum += c[i * h + j];
-      for (int j = 0; j < h; ++j) c[i * h + j] /= sum;
-    }
-    for (int j = 0; j < h; ++j) {
-      double sum = eps;
-      for (int i = 0; i < h; ++i) sum += c[i * h + j];
-      for (int i = 0; i < h; ++i) c[i * h + j] /= sum;
-    }
-  }
-}
-
 Mixes MixesInDouble(const Site& site, int t) {
   const int h = site.h();
   const int64_t flat = int64_t{h} * site.d();
@@ -361,18 +339,35 @@ struct PreResult {
   std::vector<float> x, post, comb;
 };
 
+// Does the job, beside keys of idle rows, which nobody stores.
+void Balance(TestDevice& device, const SinkhornJob& job) {
+  AttentionParams params;
+  params.head_dim = 32;
+  const DeviceBuffer zeros = device.Upload(std::vector<float>(int64_t{job.rows} * 32));
+  const DeviceBuffer idle = device.Upload(std::vector<int32_t>(job.rows, -1));
+  StepRows step;
+  step.slot = step.pos = idle.as<int32_t>();
+  StoreKeys keys;
+  keys.kv = keys.kv_norm = zeros.as<float>();
+  LaunchStoreKeys(device.launch, params, step, job.rows, {}, keys, {}, job);
+  device.Finish();
+}
+
 PreResult RunPre(TestDevice& device, const Site& site) {
   const DeviceBuffer partial = device.Upload(PartialsOf(device, site));
   const DeviceBuffer streams = device.Upload(site.streams), base = device.Upload(site.base);
   const DeviceBuffer scale = device.Upload(site.scale), norm = device.Upload(site.norm);
+  const DeviceBuffer mixes = device.Allocate(int64_t{site.rows} * kMixSlots * 4);
   const DeviceBuffer post = device.Allocate(site.post.size() * 4);
   const DeviceBuffer comb = device.Allocate(site.comb.size() * 4);
   Forms forms(device, site.rows, PaddedCols(site.d()));
   const PlainMatrix fn{site.dtype, site.mixes, int64_t{site.h()} * site.d(), nullptr};
   LaunchHcPre(device.launch, site.params, site.rows, streams.as<float>(), partial.as<float>(),
-              {fn, base.as<float>(), scale.as<float>()}, norm.as<float>(),
-              {post.as<float>(), comb.as<float>()}, forms.view);
+              {fn, base.as<float>(), scale.as<float>()}, norm.as<float>(), mixes.as<float>(),
+              forms.view);
   device.Finish();
+  Balance(device, BalanceOf(site.params, site.rows, mixes.as<float>(),
+                            {post.as<float>(), comb.as<float>()}));
   return {CheckedForms(device, forms), device.Download(post.as<float>(), site.post.size()),
           device.Download(comb.as<float>(), site.comb.size())};
 }

@@ -3,6 +3,7 @@
 // each other and with idle rows, until every ring has wrapped. After each batch, all that a later
 // step may read is compared with a double-precision computation from the session's whole history.
 #include "tests/unit/cuda/attention_test_util.h"
+#include "tests/unit/cuda/balance_test_util.h"
 
 namespace ds4::cuda::attention_test {
 namespace {
@@ -104,7 +105,8 @@ class StoreKeysTest : public testing::Test {
   }
 
   // With a norm: in the launch that does both.
-  void Step(const std::vector<Row>& rows, const RowNorm* norm = nullptr) {
+  void Step(const std::vector<Row>& rows, const RowNorm* norm = nullptr,
+            const SinkhornJob& balance = {}) {
     StoreKeys in;
     in.kv = Gather(rows, kv_, model_.params.head_dim);
     in.kv_norm = bench_.Upload(kv_norm_);
@@ -124,9 +126,10 @@ class StoreKeysTest : public testing::Test {
     const RopeView rope = UploadRope(bench_, rows, model_.params.rope_dim);
     const int count = static_cast<int>(rows.size());
     if (norm == nullptr) {
-      LaunchStoreKeys(bench_.launch, model_.params, step, count, rope, in, cache_);
+      LaunchStoreKeys(bench_.launch, model_.params, step, count, rope, in, cache_, balance);
     } else {
-      LaunchNormAndStore(bench_.launch, model_.params, step, count, rope, in, cache_, *norm);
+      LaunchNormAndStore(bench_.launch, model_.params, step, count, rope, in, cache_, *norm,
+                         balance);
     }
     bench_.Finish();
     for (const Row& row : rows) {
@@ -135,8 +138,9 @@ class StoreKeysTest : public testing::Test {
   }
 
   // Steps, then compares all that the next step may read.
-  void StepAndCompare(const std::vector<Row>& rows, const RowNorm* norm = nullptr) {
-    Step(rows, norm);
+  void StepAndCompare(const std::vector<Row>& rows, const RowNorm* norm = nullptr,
+                      const SinkhornJob& balance = {}) {
+    Step(rows, norm, balance);
     CompareWindow();
     if (model_.params.ratio > 0) CompareCompressor(main_, "main");
     if (model_.params.index_dim > 0) CompareCompressor(index_, "indexer");
@@ -405,6 +409,30 @@ TEST_F(StoreKeysTest, ANormBesideTheKeysIsTheNormAlone) {
     const std::vector<float> have = bench_.Download<float>(norm.out.f32, count * padded);
     EXPECT_EQ(0, std::memcmp(have.data(), want.data(), want.size() * sizeof(float)));
     EXPECT_NE(want[0], 0.0f);
+  }
+}
+
+// In blocks of one warp and of four, which five rows do not fill; with a norm of its own launch
+// too.
+TEST_F(StoreKeysTest, MixesBalanceBesideTheKeys) {
+  Make(SmallModel(4, true, KvType::kBF16));
+  const std::vector<Row> rows = {{0, 0}, {1, 0}, {0, 1}, {-1, 0}, {0, 2}};
+  const int count = static_cast<int>(rows.size());
+  TestDevice device;
+  const BalanceCase alone(device, count), beside(device, count), behind(device, count);
+  device.Finish();
+  StepAndCompare(rows, nullptr, alone.job());
+  alone.ExpectDone(device);
+  RowNorm norm;
+  for (const auto& [cols, balance] : {std::pair{1000, &beside}, {4300, &behind}}) {
+    norm.x = bench_.Upload(Normal(random_, count * cols));
+    norm.stride = norm.cols = cols;
+    norm.eps = 1e-6f;
+    norm.out.rows = count;
+    norm.out.cols = PaddedCols(cols);
+    norm.out.f32 = reinterpret_cast<float*>(bench_.Allocate(4 * count * norm.out.cols));
+    StepAndCompare(rows, &norm, balance->job());
+    balance->ExpectDone(device);
   }
 }
 
