@@ -1,26 +1,14 @@
-// Streams: embedding, mixing, collapse; and the small row operations around them.
+// Streams: embedding and the ends of sites. (The starts: hyper_connection_start.cu.)
 //
-// A site's end (HcPost) has a block for each part of 32 columns. A warp expands a row's streams
-// there, then all warps share the row's dot products: each half warp has three rows of fn in
-// registers, fetched before the results are waited for, so a tile of rows reads fn once. A site's
-// start (HcPre) has one block a row: every warp works out the same few mixes from the partials,
-// then the streams that were loaded meanwhile collapse and are normed. A later kernel balances comb
-// (SinkhornJob), which only the site's end needs.
-#include <algorithm>
-#include <cmath>
-
-#include "engine/base/check.h"
-#include "engine/cuda/hyper_connection.h"
-#include "engine/cuda/row_forms.cuh"
-#include "engine/cuda/simt.h"
+// A block has a part of 32 columns and a tile of rows. A warp expands a row's streams there, then
+// all warps share the row's dot products: each half warp has three rows of fn in registers, fetched
+// before the results are waited for, so a tile of rows reads fn once. With few rows a block has one
+// row, and a kernel of its own with little code: the same sums, but a warp for each new stream.
+#include "engine/cuda/hyper_connection.cuh"
 
 namespace ds4::cuda {
 namespace {
 
-constexpr int kStreams = kMaxDeviceStreams;
-constexpr int kMaxMixes = 2 * kStreams + kStreams * kStreams;
-constexpr int kPartialSlots = 32;
-constexpr int kSquaresSlot = 31;
 constexpr int kPartThreads = 128;
 constexpr int kPartWarps = kPartThreads / kWarpSize;
 constexpr int kPartValues = kStreams * kPartCols;
@@ -28,18 +16,10 @@ constexpr int kHalfWarp = kWarpSize / 2;  // lanes that share a dot product
 constexpr int kMixesOfHalf = kMaxMixes / (kPartThreads / kHalfWarp);
 constexpr int kRowBatch = 8;  // rows between two barriers
 constexpr int kRowsOfWarp = kRowBatch / kPartWarps;
+constexpr int kTileBlocks = 5;  // of the kernels for tiles of rows, on a multiprocessor
+constexpr int kRowBlocks = 8;   // of the one for single rows
 static_assert(kPartCols == kWarpSize && kPartValues == 8 * kHalfWarp);
 static_assert(kMixesOfHalf * (kPartThreads / kHalfWarp) == kMaxMixes);
-constexpr int kPartialWarps = 16;  // that add partials in HcPre
-constexpr int kPartialsAhead = 8;  // of each warp, in flight at once
-
-struct HcShape {
-  int streams = 0;
-  int dim = 0;
-  int parts = 0;
-  float hc_eps = 0;
-  float norm_eps = 0;
-};
 
 // The tree of AddRoots for the device: after root i, merges[i] times the two topmost sums of a
 // stack become one.
@@ -69,8 +49,8 @@ __device__ __forceinline__ float PlainValue(const std::byte* data, int64_t i) {
 using MixRuns = float[kMixesOfHalf][2][4];
 
 // Fetches the runs as they are in memory, 16-bit types as two words; nothing here waits for what
-// the loads bring. Zeros where there is none.
-template <bool kFloat32>
+// the loads bring. Zeros where there is none (kWhole: nowhere).
+template <bool kFloat32, bool kWhole>
 __device__ __forceinline__ void FetchRunsOf(const PlainMatrix& fn, const HcShape& shape,
                                             MixRuns& w) {
   const int half = static_cast<int>(threadIdx.x) / kHalfWarp;
@@ -82,7 +62,7 @@ __device__ __forceinline__ void FetchRunsOf(const PlainMatrix& fn, const HcShape
     for (int r = 0; r < 2; ++r) {
       const int i = kMixesOfHalf * half + m, j = 2 * r + lane / 8;
       const int64_t at = i * fn.cols + static_cast<int64_t>(j) * shape.dim + d;
-      const bool there = i < fn.rows && j < shape.streams && d < shape.dim;
+      const bool there = kWhole || (i < fn.rows && j < shape.streams && d < shape.dim);
       float4 run = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if constexpr (kFloat32) {
         if (there) run = *reinterpret_cast<const float4*>(fn.data + 4 * at);
@@ -97,9 +77,9 @@ __device__ __forceinline__ void FetchRunsOf(const PlainMatrix& fn, const HcShape
 }
 __device__ __forceinline__ void FetchRuns(const PlainMatrix& fn, const HcShape& shape, MixRuns& w) {
   if (fn.dtype == DType::kF32) {
-    FetchRunsOf<true>(fn, shape, w);
+    FetchRunsOf<true, false>(fn, shape, w);
   } else {
-    FetchRunsOf<false>(fn, shape, w);
+    FetchRunsOf<false, false>(fn, shape, w);
   }
 }
 
@@ -143,42 +123,44 @@ __device__ __forceinline__ void DotShares(const MixRuns& w, const float* x,
   }
 }
 
-// A row's dot products to `to`, [kPartialSlots]: a tree over the lanes of each half warp.
-__device__ __forceinline__ void StoreDots(const MixRuns& w, const float* x, float* to) {
+// Where the sums of a row go, and of the rows behind it.
+struct PartSums {
+  float* start = nullptr;  // [rows][kStartSlots]
+  float* rest = nullptr;   // [rows][kRestSlots]
+
+  // The dot product of row u with row i of fn.
+  __device__ __forceinline__ float* Dot(int u, int i, int streams) const {
+    return i < streams ? start + u * kStartSlots + i : rest + u * kRestSlots + i - streams;
+  }
+  // From those of all rows and parts: of this block's part, from `row` on.
+  __device__ __forceinline__ PartSums At(int rows, int row) const {
+    const int64_t at = static_cast<int64_t>(blockIdx.x) * rows + row;
+    return {start + at * kStartSlots, rest + at * kRestSlots};
+  }
+};
+
+// The dot product that this lane has after FoldSums of its half warp's, or none (negative).
+__device__ __forceinline__ int FoldedDot(int half, int lane) {
+  const int m = FoldedSum<8>(lane);
+  return lane % 4 == 0 && m < kMixesOfHalf ? kMixesOfHalf * half + m : -1;
+}
+
+// A row's dot products: a tree over the lanes of each half warp.
+__device__ __forceinline__ void StoreDots(const MixRuns& w, const float* x, int u, int mixes,
+                                          int streams, const PartSums& to) {
   const int half = static_cast<int>(threadIdx.x) / kHalfWarp;
   const int lane = static_cast<int>(threadIdx.x) % kHalfWarp;
   float v[kMixesOfHalf];
   DotShares(w, x, v);
-#pragma unroll
-  for (int distance = kHalfWarp / 2; distance > 0; distance /= 2) {
-#pragma unroll
-    for (int m = 0; m < kMixesOfHalf; ++m) {
-      v[m] += __shfl_xor_sync(kFullMask, v[m], distance);
-    }
-  }
-  const float own = lane == 0 ? v[0] : lane == 1 ? v[1] : v[2];
-  if (lane < kMixesOfHalf) to[kMixesOfHalf * half + lane] = own;
+  const float sum = FoldSums<kHalfWarp / 2, 1>(lane, v);
+  const int i = FoldedDot(half, lane);
+  if (i >= 0 && i < mixes) *to.Dot(u, i, streams) = sum;
 }
 
-// One step of StoreDotsOfBatch: lanes whose bit kDistance is set go on with the upper half of the
-// rows, the others with the lower half.
-template <int kDistance>
-__device__ __forceinline__ void FoldRows(int lane, float (&v)[kMixesOfHalf][kRowBatch]) {
-  const bool upper = (lane & kDistance) != 0;
-#pragma unroll
-  for (int m = 0; m < kMixesOfHalf; ++m) {
-#pragma unroll
-    for (int u = 0; u < kDistance / 2; ++u) {
-      const float send = upper ? v[m][u] : v[m][u + kDistance / 2];
-      const float keep = upper ? v[m][u + kDistance / 2] : v[m][u];
-      v[m][u] = keep + __shfl_xor_sync(kFullMask, send, kDistance);
-    }
-  }
-}
-
-// StoreDots of a full batch of rows, the same additions in fewer shuffles: after three steps a lane
-// has one row only. x: [kRowBatch][kPartValues]; to: [kRowBatch][kPartialSlots].
-__device__ __forceinline__ void StoreDotsOfBatch(const MixRuns& w, const float* x, float* to) {
+// StoreDots of a full batch of rows, the same additions in fewer shuffles. x:
+// [kRowBatch][kPartValues].
+__device__ __forceinline__ void StoreDotsOfBatch(const MixRuns& w, const float* x, int mixes,
+                                                 int streams, const PartSums& to) {
   static_assert(kRowBatch == kHalfWarp / 2);
   const int half = static_cast<int>(threadIdx.x) / kHalfWarp;
   const int lane = static_cast<int>(threadIdx.x) % kHalfWarp;
@@ -190,14 +172,27 @@ __device__ __forceinline__ void StoreDotsOfBatch(const MixRuns& w, const float* 
 #pragma unroll
     for (int m = 0; m < kMixesOfHalf; ++m) v[m][u] = row[m];
   }
-  FoldRows<8>(lane, v);
-  FoldRows<4>(lane, v);
-  FoldRows<2>(lane, v);
+  const int own = FoldedSum<kHalfWarp / 2>(lane) % kRowBatch;
 #pragma unroll
   for (int m = 0; m < kMixesOfHalf; ++m) {
-    v[m][0] += __shfl_xor_sync(kFullMask, v[m][0], 1);
-    if (lane % 2 == 0) to[lane / 2 * kPartialSlots + kMixesOfHalf * half + m] = v[m][0];
+    const float sum = FoldSums<kHalfWarp / 2, 1>(lane, v[m]);
+    const int i = kMixesOfHalf * half + m;
+    if (lane % 2 == 0 && i < mixes) *to.Dot(own, i, streams) = sum;
   }
+}
+
+// A warp's Gram products of row u, from the streams of the part, a column in each lane.
+__device__ __forceinline__ void StoreGram(const float (&x)[kStreams], int u, const PartSums& to) {
+  constexpr int kProducts = 10;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  float v[kProducts];
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) {
+    v[i] = x[i % kStreams] * x[(i % kStreams + i / kStreams) % kStreams];
+  }
+  const float sum = FoldSums<kWarpSize / 2, 1>(lane, v);
+  const int own = FoldedSum<kWarpSize / 2>(lane);
+  if (lane % 2 == 0 && own < kProducts) to.start[u * kStartSlots + kGramSlot + own] = sum;
 }
 
 __device__ __forceinline__ float TreeOfRoots(const RootProgram& roots, int64_t at) {
@@ -223,44 +218,36 @@ __device__ __forceinline__ float TreeOfRoots(const RootProgram& roots, int64_t a
   return stack[0];
 }
 
-// The partials of a batch of `count` rows: dot products by all warps, each row's squares by the
-// warp that expanded it. x: [kRowBatch][kPartValues], shared; to: [count][kPartialSlots].
-__device__ __forceinline__ void StorePartials(const MixRuns& w, const float* x,
-                                              const float (&squares)[kRowsOfWarp], int count,
-                                              float* to) {
+// The dot products of a batch of `count` rows, by all warps. x: [kRowBatch][kPartValues], shared.
+__device__ __forceinline__ void StoreBatch(const MixRuns& w, const float* x, int count, int mixes,
+                                           int streams, const PartSums& to) {
   if (count == kRowBatch) {
-    StoreDotsOfBatch(w, x, to);
+    StoreDotsOfBatch(w, x, mixes, streams, to);
   } else {
 #pragma unroll 1
-    for (int u = 0; u < count; ++u) StoreDots(w, x + u * kPartValues, to + u * kPartialSlots);
-  }
-#pragma unroll
-  for (int r = 0; r < kRowsOfWarp; ++r) {
-    const int u = static_cast<int>(threadIdx.x) / kWarpSize + r * kPartWarps;
-    if (u >= count) break;
-    const float sum = WarpSum(squares[r]);
-    if (threadIdx.x % kWarpSize == 0) to[u * kPartialSlots + kSquaresSlot] = sum;
+    for (int u = 0; u < count; ++u) StoreDots(w, x + u * kPartValues, u, mixes, streams, to);
   }
 }
 
 // Gives each row of a block's tile to one warp, lane by column, then adds the dot products up.
 // Source has a struct Row with what a lane holds of a row while it is on its way, Load(row, there,
 // Row&) and Finish(u, Row, x): the lane's new stream values, u being the row's place in the batch.
-// The next batch is loaded before this one's dot products.
-template <typename Source>
+// The next batch is loaded before this one's dot products. kPlain: four streams, only whole parts.
+template <bool kPlain, typename Source>
 __device__ __forceinline__ void PartOfRows(const HcShape& shape, int rows, int tile,
                                            const PlainMatrix& fn, const Source& source,
-                                           float* streams, float* partial) {
-  __shared__ __align__(16) float values[2][kRowBatch * kPartValues];  // used in turn
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+                                           float* streams, PartSums all) {
+  __shared__ __align__(16) float values[2][kRowBatch * kPartValues];
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int d = static_cast<int>(blockIdx.x) * kPartCols + lane;
   const int begin = static_cast<int>(blockIdx.y) * tile;
   const int end = min(rows, begin + tile);
+  const int h = kPlain ? kStreams : shape.streams;
+  const int mixes = static_cast<int>(fn.rows);
   MixRuns w;
   FetchRuns(fn, shape, w);
   GridDependencyWait();
-  float squares[kRowsOfWarp];
   for (int first = begin, turn = 0;; first += kRowBatch, turn ^= 1) {
     typename Source::Row rows_here[kRowsOfWarp];
 #pragma unroll
@@ -272,24 +259,23 @@ __device__ __forceinline__ void PartOfRows(const HcShape& shape, int rows, int t
       ConvertRuns(fn.dtype, w);
     } else {
       const int before = first - kRowBatch;
-      StorePartials(w, values[turn ^ 1], squares, min(kRowBatch, end - before),
-                    partial + (static_cast<int64_t>(blockIdx.x) * rows + before) * kPartialSlots);
+      StoreBatch(w, values[turn ^ 1], min(kRowBatch, end - before), mixes, h, all.At(rows, before));
     }
     if (first >= end) break;
+    const PartSums sums = all.At(rows, first);
 #pragma unroll
     for (int r = 0; r < kRowsOfWarp; ++r) {
       const int u = warp + r * kPartWarps;
       if (first + u >= end) break;
       float x[kStreams];
       source.Finish(u, rows_here[r], x);
-      float* to = streams + static_cast<int64_t>(first + u) * shape.streams * shape.dim + d;
-      squares[r] = 0.0f;
+      float* to = streams + static_cast<int64_t>(first + u) * h * shape.dim + d;
 #pragma unroll
       for (int k = 0; k < kStreams; ++k) {
-        if (k < shape.streams && d < shape.dim) to[static_cast<int64_t>(k) * shape.dim] = x[k];
+        if (kPlain || (k < h && d < shape.dim)) to[static_cast<int64_t>(k) * shape.dim] = x[k];
         values[turn][u * kPartValues + k * kPartCols + lane] = x[k];
-        squares[r] = fmaf(x[k], x[k], squares[r]);
       }
+      StoreGram(x, u, sums);
     }
     // One barrier a batch: a warp that is a batch ahead writes the other half of `values`.
     __syncthreads();
@@ -315,6 +301,7 @@ __device__ __forceinline__ void Expand(const float4* mix, int streams, float s,
   for (int k = 0; k < kStreams; ++k) out[k] = k < streams ? out[k] : 0.0f;
 }
 
+template <bool kPlain>
 struct PostSource {
   struct Row {
     float x[kStreams];
@@ -330,9 +317,9 @@ struct PostSource {
   __device__ __forceinline__ void Load(int row, bool there, Row& to) const {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     const int d = static_cast<int>(blockIdx.x) * kPartCols + lane;
-    const int h = shape.streams;
+    const int h = kPlain ? kStreams : shape.streams;
     const float* from = streams + static_cast<int64_t>(row) * h * shape.dim + d;
-    const bool inside = there && d < shape.dim;
+    const bool inside = there && (kPlain || d < shape.dim);
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
       to.x[j] = inside && j < h ? from[static_cast<int64_t>(j) * shape.dim] : 0.0f;
@@ -345,7 +332,7 @@ struct PostSource {
     to.s = 0.0f;
     if (inside) {
       const int64_t at = static_cast<int64_t>(row) * shape.dim + d;
-      to.s = roots.count == 1 ? roots.data[0][at] : TreeOfRoots(roots, at);
+      to.s = kPlain || roots.count == 1 ? roots.data[0][at] : TreeOfRoots(roots, at);
     }
   }
 
@@ -354,17 +341,70 @@ struct PostSource {
     float* own = mixes + u * kWarpSize;
     own[lane] = row.mix;
     __syncwarp();
-    Expand(reinterpret_cast<const float4*>(own), shape.streams, row.s, row.x, x);
+    Expand(reinterpret_cast<const float4*>(own), kPlain ? kStreams : shape.streams, row.s, row.x,
+           x);
   }
 };
 
-__global__ void __launch_bounds__(kPartThreads, 5)
+// kPlain: one root too.
+template <bool kPlain>
+__global__ void __launch_bounds__(kPartThreads, kTileBlocks)
     HcPostKernel(HcShape shape, int rows, int tile, RootProgram roots, HcMix mix, PlainMatrix fn,
-                 float* streams, float* partial) {
+                 float* streams, PartSums all) {
   __shared__ __align__(16) float mixes[kRowBatch * kWarpSize];
   LaunchDependents();
-  const PostSource source = {shape, roots, mix, streams, mixes};
-  PartOfRows(shape, rows, tile, fn, source, streams, partial);
+  const PostSource<kPlain> source = {shape, roots, mix, streams, mixes};
+  PartOfRows<kPlain>(shape, rows, tile, fn, source, streams, all);
+}
+
+// A row in each block, four streams, one root, whole parts and all rows of fn. Warp k makes stream
+// k, then its part of the sums; Gram products with itself and the two streams behind it.
+template <DType kType>
+__global__ void __launch_bounds__(kPartThreads, kRowBlocks)
+    HcPostRowKernel(HcShape shape, int rows, const float* root, HcMix mix, PlainMatrix fn,
+                    float* streams, PartSums all) {
+  __shared__ __align__(16) float x[kPartValues];
+  LaunchDependents();
+  const int thread = static_cast<int>(threadIdx.x);
+  const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+  const int row = static_cast<int>(blockIdx.y);
+  const int d = static_cast<int>(blockIdx.x) * kPartCols + lane;
+  MixRuns w;
+  FetchRunsOf<kType == DType::kF32, true>(fn, shape, w);
+  float* const from = streams + static_cast<int64_t>(row) * kStreams * shape.dim + d;
+  float* const own = from + warp * shape.dim;
+  const float* const added = root + static_cast<int64_t>(row) * shape.dim + d;
+  const float* const post = mix.post + row * kStreams + warp;
+  const float* const comb = mix.comb + row * kStreams * kStreams + warp;
+  const PartSums sums = all.At(rows, row);
+  const int dot = FoldedDot(thread / kHalfWarp, lane % kHalfWarp);
+  float* const dot_to = sums.Dot(0, dot, kStreams);
+  const int gram = FoldedSum<kWarpSize / 2>(lane);
+  float* const gram_to = sums.start + kGramSlot + kStreams * gram + warp;
+  GridDependencyWait();
+
+  float old[kStreams], share[kStreams];
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    old[j] = from[j * shape.dim];
+    share[j] = comb[j * kStreams];
+  }
+  float value = *post * *added;
+  if constexpr (kType != DType::kF32) WidenRuns<kType == DType::kF16>(w);
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) value = fmaf(share[j], old[j], value);
+  x[thread] = value;
+  __syncthreads();  // every warp has read the old streams, too
+  *own = value;
+  float v[kMixesOfHalf];
+  DotShares(w, x, v);
+  const float next = x[(thread + kPartCols) % kPartValues];
+  const float second = x[(thread + 2 * kPartCols) % kPartValues];
+  const float products[3] = {value * value, value * next, value * second};
+  const float dot_sum = FoldSums<kHalfWarp / 2, 1>(lane, v);
+  const float gram_sum = FoldSums<kWarpSize / 2, 1>(lane, products);
+  if (dot >= 0) *dot_to = dot_sum;
+  if (lane % 8 == 0 && gram < 3) *gram_to = gram_sum;
 }
 
 // ---- Embedding ----
@@ -418,7 +458,7 @@ __device__ void FillRopeTable(const RopeTables::Table& table, int pairs, const i
 __global__ void __launch_bounds__(kPartThreads)
     EmbedKernel(HcShape shape, int rows, int tile, StepRows step, DType dtype,
                 const std::byte* embedding, int64_t row_bytes, PlainMatrix fn, float* streams,
-                float* partial, RopeTables rope) {
+                PartSums all, RopeTables rope) {
   LaunchDependents();
   const int table = static_cast<int>(blockIdx.x) - shape.parts;
   if (table >= 0) {
@@ -434,154 +474,14 @@ __global__ void __launch_bounds__(kPartThreads)
     return;
   }
   const EmbedSource source = {shape, step.token, dtype, embedding, row_bytes};
-  PartOfRows(shape, rows, tile, fn, source, streams, partial);
-}
-
-// ---- Rows: eight columns a thread ----
-
-__device__ __forceinline__ float Logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
-
-// This thread's warp's share of the partials: lane i adds slot i of parts warp, warp + 16, ...; the
-// loads of the first eight come back in `ahead`.
-__device__ __forceinline__ void LoadPartials(const float* partial, int parts, int rows, int row,
-                                             float (&ahead)[kPartialsAhead]) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-#pragma unroll
-  for (int u = 0; u < kPartialsAhead; ++u) {
-    const int part = warp + u * kPartialWarps;
-    const int64_t at = (static_cast<int64_t>(part) * rows + row) * kPartialSlots + lane;
-    ahead[u] = warp < kPartialWarps && part < parts ? partial[at] : 0.0f;
-  }
-}
-
-__device__ __forceinline__ float AddPartials(const float* partial, int parts, int rows, int row,
-                                             const float (&ahead)[kPartialsAhead]) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  float sum = ahead[0];
-#pragma unroll
-  for (int u = 1; u < kPartialsAhead; ++u) sum += ahead[u];
-  if (warp < kPartialWarps) {
-    for (int part = warp + kPartialsAhead * kPartialWarps; part < parts; part += kPartialWarps) {
-      sum += partial[(static_cast<int64_t>(part) * rows + row) * kPartialSlots + lane];
-    }
-  }
-  return sum;
-}
-
-__device__ __forceinline__ float AddWarpShares(
-    const float (&shares)[kPartialWarps][kPartialSlots]) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  float v[kPartialWarps];
-#pragma unroll
-  for (int i = 0; i < kPartialWarps; ++i) v[i] = shares[i][lane];
-#pragma unroll
-  for (int i = 0; i < kPartialWarps / 2; ++i) v[i] += v[i + kPartialWarps / 2];
-  static_assert(kPartialWarps == 16);
-  return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-}
-
-// kHead: only pre, of the chosen rows. Else the mixes are left for a SinkhornJob.
-template <bool kHead>
-__global__ void __launch_bounds__(kMaxRowThreads)
-    HcPreKernel(HcShape shape, int rows, const int32_t* row_index, const float* streams,
-                const float* partial, HcWeights weights, const float* norm_weight, float* mixes,
-                ActivationView out) {
-  DS4_DYNAMIC_SHARED(memory);  // the norm's weights: registers are for the streams
-  __shared__ float shares[kPartialWarps][kPartialSlots];
-  __shared__ float squares[kMaxRowThreads / kWarpSize];
-  LaunchDependents();
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  const int num_warps = static_cast<int>(blockDim.x) / kWarpSize;
-  const int h = shape.streams;
-  const int c = static_cast<int>(threadIdx.x) * kThreadCols;
-  const bool has_columns = c < shape.dim;
-  float* const own_weights = reinterpret_cast<float*>(memory) + c;
-  if (has_columns) {
-    CopyAsync16(own_weights, norm_weight + c);
-    CopyAsync16(own_weights + 4, norm_weight + c + 4);
-  }
-  CopyAsyncCommit();
-  const float base = lane < weights.fn.rows ? weights.base[lane] : 0.0f;
-  const float scale = kHead || lane < h ? weights.scale[0] : weights.scale[lane < 2 * h ? 1 : 2];
-  GridDependencyWait();
-
-  const int t = static_cast<int>(blockIdx.x);
-  const int row = kHead ? row_index[t] : t;
-  float ahead[kPartialsAhead];
-  LoadPartials(partial, shape.parts, rows, row, ahead);
-  float4 x[kStreams][2];
-#pragma unroll
-  for (int j = 0; j < kStreams; ++j) {
-    const float* from = streams + (static_cast<int64_t>(row) * h + j) * shape.dim + c;
-    const bool there = has_columns && j < h;
-    x[j][0] = there ? reinterpret_cast<const float4*>(from)[0] : make_float4(0, 0, 0, 0);
-    x[j][1] = there ? reinterpret_cast<const float4*>(from)[1] : make_float4(0, 0, 0, 0);
-  }
-  const float share = AddPartials(partial, shape.parts, rows, row, ahead);
-  if (warp < kPartialWarps) shares[warp][lane] = share;
-  __syncthreads();
-
-  const float total = AddWarpShares(shares);
-  const float mean =
-      __shfl_sync(kFullMask, total, kSquaresSlot) / static_cast<float>(h * shape.dim);
-  const float z = fmaf(total * (1.0f / sqrtf(mean + shape.norm_eps)), scale, base);
-  if (!kHead && warp == num_warps - 1) mixes[t * kMixSlots + lane] = z;
-  const float gate = Logistic(z);
-  float v[kThreadCols] = {};
-#pragma unroll
-  for (int j = 0; j < kStreams; ++j) {
-    const float pre = __shfl_sync(kFullMask, gate, j) + shape.hc_eps;
-    if (j < h) {
-      v[0] = fmaf(pre, x[j][0].x, v[0]), v[1] = fmaf(pre, x[j][0].y, v[1]);
-      v[2] = fmaf(pre, x[j][0].z, v[2]), v[3] = fmaf(pre, x[j][0].w, v[3]);
-      v[4] = fmaf(pre, x[j][1].x, v[4]), v[5] = fmaf(pre, x[j][1].y, v[5]);
-      v[6] = fmaf(pre, x[j][1].z, v[6]), v[7] = fmaf(pre, x[j][1].w, v[7]);
-    }
-  }
-  const float square = WarpSum(SumOfSquares(v));
-  if (lane == 0) squares[warp] = square;
-  __syncthreads();
-
-  float weight[kThreadCols] = {};
-  CopyAsyncWait<0>();
-  if (has_columns) LoadColumns(own_weights, 0, kThreadCols, true, weight);
-  const float mean_square = SumOfWarps(squares, num_warps) / static_cast<float>(shape.dim);
-  ScaleColumns(1.0f / sqrtf(mean_square + shape.norm_eps), weight, v);
-  if (c < out.cols) StoreForms(out, t, c, v);
-}
-
-__global__ void __launch_bounds__(kMaxRowThreads) RmsNormKernel(RowNorm norm, bool vectors) {
-  __shared__ float squares[kMaxRowThreads / kWarpSize];
-  LaunchDependents();
-  NormRow(norm, static_cast<int>(blockIdx.x), vectors, squares);
+  PartOfRows<false>(shape, rows, tile, fn, source, streams, all);
 }
 
 // ---- Host ----
 
-HcShape ShapeOf(const HcParams& params) {
-  CHECK(params.num_streams >= 1 && params.num_streams <= kStreams)
-      << params.num_streams << " streams, at most " << kStreams;
-  CHECK(params.hidden_dim >= 1 && params.hidden_dim % kThreadCols == 0)
-      << "hidden_dim " << params.hidden_dim << " is no multiple of " << kThreadCols;
-  CHECK(params.sinkhorn_iterations >= 1) << params.sinkhorn_iterations << " Sinkhorn iterations";
-  return {params.num_streams, params.hidden_dim, NumParts(params), params.hc_eps, params.norm_eps};
-}
-
-void CheckFn(const HcShape& shape, const PlainMatrix& fn) {
-  CHECK(fn.dtype == DType::kF32 || fn.dtype == DType::kF16 || fn.dtype == DType::kBF16)
-      << "mixing weights are " << Info(fn.dtype).name << ", must be F32, F16 or BF16";
-  CHECK(fn.rows >= 1 && fn.rows <= kMaxMixes && fn.cols == shape.streams * shape.dim)
-      << "mixing weights [" << fn.rows << ", " << fn.cols << "] for " << shape.streams
-      << " streams of " << shape.dim;
-  CHECK(reinterpret_cast<uintptr_t>(fn.data) % 16 == 0) << "mixing weights at an odd address";
-}
-
 // Rows of a block of the kernels over parts. No result depends on it.
 int RowTile(const LaunchContext& launch, int parts, int rows) {
-  const int64_t resident = int64_t{5} * launch.num_sms;  // blocks that run at once
+  const int64_t resident = int64_t{kTileBlocks} * launch.num_sms;  // blocks that run at once
   const int64_t tile = (static_cast<int64_t>(rows) * parts + resident - 1) / resident;
   return static_cast<int>(tile < kRowBatch ? tile : (tile + kRowBatch - 1) / kRowBatch * kRowBatch);
 }
@@ -618,17 +518,16 @@ RootProgram ProgramOf(const RootSet& roots) {
   return program;
 }
 
-// Threads of HcPre: enough for the row, and for the warps that add partials.
-unsigned HcThreads(const HcShape& shape, const ActivationView& out) {
-  CHECK(out.cols >= shape.dim) << out.cols << " columns for a hidden_dim of " << shape.dim;
-  return std::max(RowThreads(out.cols), static_cast<unsigned>(kPartialWarps * kWarpSize));
+PartSums SumsIn(float* partial, const HcShape& shape, int rows) {
+  return {partial, partial + RestOffset(shape.parts, rows)};
 }
 
-void CheckNorm(const float* norm_weight) {
-  CHECK(reinterpret_cast<uintptr_t>(norm_weight) % 16 == 0) << "norm weights at an odd address";
+template <DType kType>
+void LaunchPostRows(const LaunchContext& launch, const HcShape& shape, int rows, const float* root,
+                    const HcMix& mix, const PlainMatrix& fn, float* streams, const PartSums& all) {
+  Launch(launch, PartGrid(shape.parts, rows, 1), kPartThreads, 0, HcPostRowKernel<kType>, shape,
+         rows, root, mix, fn, streams, all);
 }
-
-size_t WeightBytes(const HcShape& shape) { return static_cast<size_t>(shape.dim) * sizeof(float); }
 
 }  // namespace
 
@@ -644,7 +543,7 @@ void LaunchEmbed(const LaunchContext& launch, const HcParams& params, const Step
   CHECK(rope.count >= 0 && rope.count <= RopeTables::kMax) << rope.count << " rotary tables";
   Launch(launch, PartGrid(shape.parts + rope.count, rows, tile), kPartThreads, 0, EmbedKernel,
          shape, rows, tile, step, dtype, embedding, BytesFor(dtype, shape.dim), next_fn, streams,
-         partial, rope);
+         SumsIn(partial, shape, rows), rope);
 }
 
 void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows,
@@ -652,43 +551,21 @@ void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows,
                   float* streams, float* partial) {
   const HcShape shape = ShapeOf(params);
   CheckFn(shape, next_fn);
+  const RootProgram program = ProgramOf(roots);
+  const PartSums all = SumsIn(partial, shape, rows);
+  const bool plain = shape.streams == kStreams && program.count == 1 && shape.dim % kPartCols == 0;
+  if (plain && next_fn.rows == kMaxMixes &&
+      int64_t{rows} * shape.parts <= int64_t{kRowBlocks} * launch.num_sms) {
+    const auto launch_rows = next_fn.dtype == DType::kF32   ? LaunchPostRows<DType::kF32>
+                             : next_fn.dtype == DType::kF16 ? LaunchPostRows<DType::kF16>
+                                                            : LaunchPostRows<DType::kBF16>;
+    launch_rows(launch, shape, rows, program.data[0], mix, next_fn, streams, all);
+    return;
+  }
   const int tile = RowTile(launch, shape.parts, rows);
-  Launch(launch, PartGrid(shape.parts, rows, tile), kPartThreads, 0, HcPostKernel, shape, rows,
-         tile, ProgramOf(roots), mix, next_fn, streams, partial);
-}
-
-void LaunchHcPre(const LaunchContext& launch, const HcParams& params, int rows,
-                 const float* streams, const float* partial, const HcWeights& weights,
-                 const float* norm_weight, float* mixes, const ActivationView& x) {
-  const HcShape shape = ShapeOf(params);
-  CheckFn(shape, weights.fn);
-  CHECK(weights.fn.rows == shape.streams * (2 + shape.streams))
-      << weights.fn.rows << " mixing rows for " << shape.streams << " streams";
-  CheckNorm(norm_weight);
-  Launch(launch, static_cast<unsigned>(rows), HcThreads(shape, x), WeightBytes(shape),
-         HcPreKernel<false>, shape, rows, static_cast<const int32_t*>(nullptr), streams, partial,
-         weights, norm_weight, mixes, x);
-}
-
-void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,
-                  const int32_t* row_index, const float* streams, const float* partial,
-                  const HcWeights& weights, const float* norm_weight, const ActivationView& out) {
-  const HcShape shape = ShapeOf(params);
-  CheckFn(shape, weights.fn);
-  CHECK(weights.fn.rows == shape.streams)
-      << weights.fn.rows << " head mixing rows for " << shape.streams << " streams";
-  CheckNorm(norm_weight);
-  Launch(launch, static_cast<unsigned>(out.rows), HcThreads(shape, out), WeightBytes(shape),
-         HcPreKernel<true>, shape, rows, row_index, streams, partial, weights, norm_weight,
-         static_cast<float*>(nullptr), out);
-}
-
-void LaunchRmsNorm(const LaunchContext& launch, const float* x, int64_t stride, int rows, int cols,
-                   const float* weight, float eps, const ActivationView& out) {
-  CHECK(cols >= 1 && cols <= out.cols) << cols << " columns into " << out.cols;
-  const RowNorm norm = {x, stride, cols, weight, eps, out};
-  Launch(launch, static_cast<unsigned>(rows), RowThreads(out.cols), 0, RmsNormKernel, norm,
-         VectorsFit(x, stride, cols));
+  Launch(launch, PartGrid(shape.parts, rows, tile), kPartThreads, 0,
+         plain ? HcPostKernel<true> : HcPostKernel<false>, shape, rows, tile, program, mix, next_fn,
+         streams, all);
 }
 
 }  // namespace ds4::cuda

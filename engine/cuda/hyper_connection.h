@@ -41,7 +41,7 @@ struct HcMix {
 // its end does beside its own work, since only the end needs the result (sinkhorn.cuh).
 inline constexpr int kMixSlots = 32;
 struct SinkhornJob {
-  const float* mixes = nullptr;  // [rows][kMixSlots]: mix i = scale * dot product + base
+  const float* mixes = nullptr;  // [rows][kMixSlots]: mix i >= H, scale * dot product + base
   HcMix mix;                     // post and comb go there
   int rows = 0;                  // 0: nothing to do
   int streams = 0;
@@ -53,14 +53,27 @@ inline SinkhornJob BalanceOf(const HcParams& params, int rows, const float* mixe
   return {mixes, mix, rows, params.num_streams, params.sinkhorn_iterations, params.hc_eps};
 }
 
-// Sums of squares and dot products of the streams with fn, in parts by columns, for the next site:
-// partial[(part * rows + t) * 32 + i], i < fn.rows dot products, i = 31 the sum of squares.
-// Parts are ranges of kPartCols columns d of all streams, so the order of additions depends on D
-// only. D: a multiple of 8, up to 7936.
+// What the start of a site needs to know of the streams, as sums over parts of the columns: `start`
+// [parts][rows][kStartSlots], then `rest` [parts][rows][kRestSlots].
+//   start: slot i < H: the dot product with row i of fn (pre). Slot kGramSlot + 4 k + j, k < 2 or j
+//   <
+//     2: the product of streams j and (j + k) % 4, so that the square of any sum of streams is
+//     known.
+//   rest: slot i: the dot product with row H + i of fn (post and comb).
+// Slots with no such row hold anything. A part is kPartCols columns of all streams, so the order of
+// additions depends on D only. D: a multiple of 8, up to 8192.
 inline constexpr int kPartCols = 32;
+inline constexpr int kStartSlots = 16;
+inline constexpr int kGramSlot = 4;
+inline constexpr int kRestSlots = 20;
 inline int NumParts(const HcParams& params) {
   return (params.hidden_dim + kPartCols - 1) / kPartCols;
 }
+inline int64_t PartialFloats(const HcParams& params, int64_t rows) {
+  return NumParts(params) * rows * (kStartSlots + kRestSlots);
+}
+// Where `rest` begins.
+inline int64_t RestOffset(int parts, int64_t rows) { return parts * rows * kStartSlots; }
 
 // Rotary tables of a step, [rows][pairs] each: cos and sin of pos[t] * frequencies[i], the product
 // in double.
@@ -100,8 +113,8 @@ void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows,
                   float* streams, float* partial);
 
 // Starts a site: mixes [rows][kMixSlots] from the partials, for a SinkhornJob; collapsed
-// c = sum_h pre_h X_h, x = norm_weight * R(c) in the forms that `x` has. One result for any number
-// of rows.
+// c = sum_h pre_h X_h, x = norm_weight * R(c) in the forms that `x` has, padding columns zeros. One
+// result for any number of rows.
 void LaunchHcPre(const LaunchContext& launch, const HcParams& params, int rows,
                  const float* streams, const float* partial, const HcWeights& weights,
                  const float* norm_weight, float* mixes, const ActivationView& x);

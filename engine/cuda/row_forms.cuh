@@ -1,4 +1,4 @@
-// Rows of activations, eight columns a thread: loads, the norm over a row, and the forms of
+// Rows of activations, several columns a thread: loads, the norm over a row, and the forms of
 // activation.h. Included by .cu files only.
 #pragma once
 
@@ -16,51 +16,68 @@ __device__ __forceinline__ uint32_t MagnitudeBits(float value) {
   return __float_as_uint(value) & 0x7fffffffu;
 }
 
-// The int8 form of columns c..c+7 of row t: QuantizeBlock32's rule with four lanes a block.
+// The int8 form of this lane's columns from c on of row t: QuantizeBlock32's rule with 32 / kCols
+// lanes a block.
+template <int kCols>
 __device__ __forceinline__ void StoreQuantized(const ActivationView& out, int t, int c,
-                                               const float (&v)[kThreadCols]) {
+                                               const float (&v)[kCols]) {
+  static_assert(kCols == 4 || kCols == 8);
+  constexpr int kLanes = 32 / kCols;
   uint32_t magnitude = 0;
 #pragma unroll
-  for (int i = 0; i < kThreadCols; ++i) magnitude = max(magnitude, MagnitudeBits(v[i]));
-  magnitude = max(magnitude, __shfl_xor_sync(kFullMask, magnitude, 1));
-  magnitude = max(magnitude, __shfl_xor_sync(kFullMask, magnitude, 2));
+  for (int i = 0; i < kCols; ++i) magnitude = max(magnitude, MagnitudeBits(v[i]));
+#pragma unroll
+  for (int lane = 1; lane < kLanes; lane *= 2) {
+    magnitude = max(magnitude, __shfl_xor_sync(kFullMask, magnitude, lane));
+  }
   const float amax = __uint_as_float(magnitude);
   const bool zeros = amax < kTinyAmax;
   const float scale = zeros ? 0.0f : amax / 127.0f, inverse = 127.0f / amax;
-  uint32_t words[2] = {0, 0};
+  uint32_t words[kCols / 4] = {};
   int sum = 0;
 #pragma unroll
-  for (int i = 0; i < kThreadCols; ++i) {
+  for (int i = 0; i < kCols; ++i) {
     const float rounded = zeros ? 0.0f : rintf(v[i] * inverse);
     const int q = static_cast<int>(fminf(fmaxf(rounded, -127.0f), 127.0f));
     sum += q;
     words[i / 4] |= static_cast<uint32_t>(q & 0xff) << (8 * (i % 4));
   }
-  sum += __shfl_xor_sync(kFullMask, sum, 1);
-  const int64_t tiles = TilesOf(out), block = c / 32;
-  const int part = c / kThreadCols % 4;
-  *reinterpret_cast<uint2*>(out.q + (block * tiles + t / 8) * 32 + 4 * (t % 8) + part) =
-      make_uint2(words[0], words[1]);
-  if (part == 0) out.scale[block * tiles * 8 + t] = scale;
-  if (out.sums != nullptr && part % 2 == 0) {
+#pragma unroll
+  for (int lane = 1; lane < kLanes / 2; lane *= 2) sum += __shfl_xor_sync(kFullMask, sum, lane);
+  const int tiles = TilesOf(out), block = c / 32;
+  uint32_t* to =
+      reinterpret_cast<uint32_t*>(out.q + (block * tiles + t / 8) * 32 + 4 * (t % 8)) + c % 32 / 4;
+  if constexpr (kCols == 4) {
+    *to = words[0];
+  } else {
+    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+  }
+  if (c % 32 == 0) out.scale[block * tiles * 8 + t] = scale;
+  if (out.sums != nullptr && c % 16 == 0) {
     out.sums[c / 16 * tiles * 8 + t] = scale * static_cast<float>(sum);
   }
 }
 
-// Columns c..c+7 (c: a multiple of 8) of row t in all forms that `out` has. Whole warps, lanes in
-// the order of columns: four lanes share a block of 32.
+// This lane's columns from c (a multiple of kCols) on of row t in all forms that `out` has. Whole
+// warps, lanes in the order of columns: 32 / kCols lanes share a block of 32.
+template <int kCols>
 __device__ __forceinline__ void StoreForms(const ActivationView& out, int t, int c,
-                                           const float (&v)[kThreadCols]) {
+                                           const float (&v)[kCols]) {
   const int64_t at = static_cast<int64_t>(t) * out.cols + c;
   if (out.f32 != nullptr) {
     float4* to = reinterpret_cast<float4*>(out.f32 + at);
-    to[0] = make_float4(v[0], v[1], v[2], v[3]);
-    to[1] = make_float4(v[4], v[5], v[6], v[7]);
+#pragma unroll
+    for (int i = 0; i < kCols; i += 4) to[i / 4] = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
   }
   if (out.bf16 != nullptr) {
-    *reinterpret_cast<uint4*>(out.bf16 + at) =
-        make_uint4(FloatsToBf162(v[0], v[1]), FloatsToBf162(v[2], v[3]), FloatsToBf162(v[4], v[5]),
-                   FloatsToBf162(v[6], v[7]));
+    uint32_t words[kCols / 2];
+#pragma unroll
+    for (int i = 0; i < kCols / 2; ++i) words[i] = FloatsToBf162(v[2 * i], v[2 * i + 1]);
+    if constexpr (kCols == 4) {
+      *reinterpret_cast<uint2*>(out.bf16 + at) = make_uint2(words[0], words[1]);
+    } else {
+      *reinterpret_cast<uint4*>(out.bf16 + at) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
   }
   if (out.q != nullptr) StoreQuantized(out, t, c, v);
 }

@@ -99,7 +99,7 @@ void DeviceTransformer::Plan(Workspace& space) {
   yarn_cos_ = space.TakeArray<float>(rows * pairs);
   yarn_sin_ = space.TakeArray<float>(rows * pairs);
   streams_ = space.TakeArray<float>(rows * streams * hidden);
-  partial_ = space.TakeArray<float>(NumParts(hc()) * rows * 32);
+  partial_ = space.TakeArray<float>(PartialFloats(hc(), rows));
   mixes_ = space.TakeArray<float>(rows * kMixSlots);
   post_ = space.TakeArray<float>(rows * streams);
   comb_ = space.TakeArray<float>(rows * streams * streams);

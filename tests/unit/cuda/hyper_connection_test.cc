@@ -58,7 +58,15 @@ struct Site {
   }
   int h() const { return params.num_streams; }
   int d() const { return params.hidden_dim; }
-  int64_t partial_size() const { return int64_t{NumParts(params)} * rows * 32; }
+  int64_t partial_size() const { return PartialFloats(params, rows); }
+  // Where the dot product with row i of fn is, and the product of streams j and (j + k) % 4.
+  int64_t DotAt(int part, int t, int i) const {
+    const int64_t at = int64_t{part} * rows + t, rest = RestOffset(NumParts(params), rows);
+    return i < h() ? at * kStartSlots + i : rest + at * kRestSlots + i - h();
+  }
+  int64_t GramAt(int part, int t, int j, int k) const {
+    return (int64_t{part} * rows + t) * kStartSlots + kGramSlot + 4 * k + j;
+  }
 
   HcParams params;
   int rows, mixes;
@@ -97,26 +105,40 @@ RootSet OneRoot() {
   return set;
 }
 
-// Each partial against the sum in double over its columns. Up to 128 float32 products, each within
-// 2^-24 of its size, added in a tree with runs of at most 8: 2^-19 of the sum of magnitudes.
+// Up to 128 float32 products, each within 2^-24 of its size, added in a tree with runs of at most
+// 8: 2^-19 of the sum of magnitudes.
+void ExpectSum(const Site& site, float got, int part, const float* a, const float* b,
+               int num_streams) {
+  const int d = site.d();
+  double sum = 0, size = 0;
+  for (int j = 0; j < num_streams; ++j) {
+    for (int k = part * kPartCols; k < std::min(d, (part + 1) * kPartCols); ++k) {
+      const double product = double{a[int64_t{j} * d + k]} * b[int64_t{j} * d + k];
+      sum += product;
+      size += std::abs(product);
+    }
+  }
+  ASSERT_NEAR(got, sum, size * 0x1p-19 + 1e-30);
+}
+
+// Each partial against the sum in double over its columns.
 void ExpectPartials(const Site& site, const std::vector<float>& streams,
                     const std::vector<float>& partial) {
   const int h = site.h(), d = site.d();
+  const std::vector<float> none(d);
   for (int part = 0; part < NumParts(site.params); ++part) {
     for (int t = 0; t < site.rows; ++t) {
-      for (int i = 0; i < 32; ++i) {
-        if (i >= site.mixes && i != 31) continue;
-        double sum = 0, size = 0;
-        for (int j = 0; j < h; ++j) {
-          for (int k = part * kPartCols; k < std::min(d, (part + 1) * kPartCols); ++k) {
-            const double x = streams[(int64_t{t} * h + j) * d + k];
-            const double y = i == 31 ? x : site.fn[(int64_t{i} * h + j) * d + k];
-            sum += x * y;
-            size += std::abs(x * y);
-          }
-        }
-        ASSERT_NEAR(partial[(int64_t{part} * site.rows + t) * 32 + i], sum, size * 0x1p-19 + 1e-30)
-            << "part " << part << " row " << t << " slot " << i;
+      SCOPED_TRACE(testing::Message() << "part " << part << " row " << t);
+      const float* row = &streams[int64_t{t} * h * d];
+      const auto stream = [&](int j) { return j < h ? row + int64_t{j} * d : none.data(); };
+      for (int i = 0; i < site.mixes; ++i) {
+        ExpectSum(site, partial[site.DotAt(part, t, i)], part, row, &site.fn[int64_t{i} * h * d],
+                  h);
+      }
+      for (int i = 0; i < 10; ++i) {
+        const int j = i % 4, k = i / 4;
+        ExpectSum(site, partial[site.GramAt(part, t, j, k)], part, stream(j), stream((j + k) % 4),
+                  1);
       }
     }
   }
@@ -131,7 +153,8 @@ TEST(HyperConnectionTest, PostMixesTheResultInAndLeavesPartials) {
   for (const Case& c : {Case{4, 64, 1, DType::kF32, 0}, Case{4, 200, 9, DType::kF16, 0},
                         Case{2, 136, 3, DType::kBF16, 0}, Case{3, 64, 2, DType::kF32, 0},
                         Case{1, 72, 5, DType::kF16, 0}, Case{4, 128, 6, DType::kF16, 4},
-                        Case{4, 4096, 1, DType::kF16, 0}}) {
+                        Case{4, 4096, 1, DType::kF16, 0}, Case{4, 96, 3, DType::kBF16, 0},
+                        Case{4, 64, 19, DType::kF16, 0}}) {
     SCOPED_TRACE(testing::Message() << c.h << " streams of " << c.d << ", " << c.rows << " rows");
     TestDevice device;
     const Site site(c.h, c.d, c.rows, c.dtype, 7, c.mixes);
@@ -200,19 +223,31 @@ Site RowOf(const Site& site, int t) {
   return row;
 }
 
+// Rows of a batch in one block, and a block for each; with parts that are whole, and not.
 TEST(HyperConnectionTest, PostGivesARowTheSameBitsAloneAndInABatch) {
-  const Site site(4, 136, 11, DType::kF16, 21);
-  const std::vector<float> result = RandomFloats(int64_t{11} * 136, 1.0f, 22);
-  TestDevice many(1), few(64);
-  const Parts batch = RunPost(many, site, {result}, OneRoot());
-  for (const int t : {0, 4, 10}) {
-    const std::vector<float> own(result.begin() + t * 136, result.begin() + (t + 1) * 136);
-    const Parts alone = RunPost(few, RowOf(site, t), {own}, OneRoot());
-    EXPECT_EQ(0, std::memcmp(alone.streams.data(), &batch.streams[int64_t{t} * 4 * 136],
-                             alone.streams.size() * 4));
-    for (int part = 0; part < NumParts(site.params); ++part) {
-      EXPECT_EQ(
-          0, std::memcmp(&alone.partial[part * 32], &batch.partial[(part * 11 + t) * 32], 32 * 4));
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
+    for (const int d : {128, 136}) {
+      SCOPED_TRACE(testing::Message() << Info(dtype).name << " " << d);
+      const Site site(4, d, 11, dtype, 21);
+      const std::vector<float> result = RandomFloats(int64_t{11} * d, 1.0f, 22);
+      TestDevice many(1), few(64);
+      const Parts batch = RunPost(many, site, {result}, OneRoot());
+      for (const int t : {0, 4, 10}) {
+        const std::vector<float> own(result.begin() + t * d, result.begin() + (t + 1) * d);
+        const Site row = RowOf(site, t);
+        const Parts alone = RunPost(few, row, {own}, OneRoot());
+        EXPECT_EQ(0, std::memcmp(alone.streams.data(), &batch.streams[int64_t{t} * 4 * d],
+                                 alone.streams.size() * 4));
+        for (int part = 0; part < NumParts(site.params); ++part) {
+          for (int i = 0; i < site.mixes; ++i) {
+            EXPECT_EQ(alone.partial[row.DotAt(part, 0, i)], batch.partial[site.DotAt(part, t, i)]);
+          }
+          for (int i = 0; i < 10; ++i) {
+            EXPECT_EQ(alone.partial[row.GramAt(part, 0, i % 4, i / 4)],
+                      batch.partial[site.GramAt(part, t, i % 4, i / 4)]);
+          }
+        }
+      }
     }
   }
 }
@@ -388,7 +423,7 @@ TEST(HyperConnectionTest, PreCollapsesNormsAndBalances) {
     int h, d, rows;
   };
   for (const Case& c : {Case{4, 64, 3}, Case{4, 520, 2}, Case{2, 136, 9}, Case{3, 64, 1},
-                        Case{1, 72, 2}, Case{4, 4160, 1}}) {
+                        Case{1, 72, 2}, Case{4, 4160, 1}, Case{4, 1104, 7}}) {
     SCOPED_TRACE(testing::Message() << c.h << " streams of " << c.d);
     TestDevice device;
     const Site site(c.h, c.d, c.rows, DType::kF32, 31);
@@ -420,15 +455,42 @@ TEST(HyperConnectionTest, SinkhornHoldsForLopsidedMatrices) {
   }
 }
 
+// A block for all slices of a row, and one for each.
 TEST(HyperConnectionTest, PreGivesARowTheSameBitsAloneAndInABatch) {
-  const Site site(4, 200, 10, DType::kF32, 51);
+  const int d = 1104;
+  const Site site(4, d, 10, DType::kF32, 51);
   TestDevice device;
   const PreResult batch = RunPre(device, site);
   for (const int t : {0, 7, 9}) {
     const PreResult alone = RunPre(device, RowOf(site, t));
-    EXPECT_EQ(0, std::memcmp(alone.x.data(), &batch.x[t * PaddedCols(200)], alone.x.size() * 4));
+    EXPECT_EQ(0, std::memcmp(alone.x.data(), &batch.x[t * PaddedCols(d)], alone.x.size() * 4));
     EXPECT_EQ(0, std::memcmp(alone.post.data(), &batch.post[t * 4], 4 * 4));
     EXPECT_EQ(0, std::memcmp(alone.comb.data(), &batch.comb[t * 16], 16 * 4));
+  }
+}
+
+// Streams whose weighted sum is thousands of times smaller than they are: too small for the norm to
+// follow from the products of the streams, in several slices and in rows of one block.
+TEST(HyperConnectionTest, PreHoldsWhereStreamsCancel) {
+  for (const int rows : {1, 9}) {
+    SCOPED_TRACE(testing::Message() << rows << " rows");
+    TestDevice device;
+    const int d = 1104;
+    Site site(4, d, rows, DType::kF32, 55);
+    site.scale = {0.0f, 0.0f, 0.0f};
+    std::fill(site.base.begin(), site.base.begin() + 4, 0.0f);  // all pre are 0.5 + eps
+    for (int t = 0; t < rows; ++t) {
+      float* row = &site.streams[int64_t{t} * 4 * d];
+      // Powers of two beside small whole numbers of them: no sum rounds.
+      for (int i = 0; i < d; ++i) {
+        const float small = std::round(4.0f * row[3 * d + i]) * 0x1p-12f;
+        row[i] = i % 2 == 0 ? 1.0f : -1.0f;
+        row[d + i] = -row[i];
+        row[2 * d + i] = 2.0f;
+        row[3 * d + i] = small - 2.0f;
+      }
+    }
+    ExpectPre(site, RunPre(device, site));
   }
 }
 

@@ -1,0 +1,319 @@
+// Streams: the starts of sites, the head's, and norms of rows.
+//
+// A site's start has several blocks a row, each with a slice of its columns. All of them add the
+// same few partial sums, which tell the mixes and, as products of streams, the square of the
+// collapsed row: so a block reads only its slice. A block more leaves the other mixes for the
+// kernel that balances them. With many rows a block takes several slices in turn.
+#include <algorithm>
+
+#include "engine/cuda/hyper_connection.cuh"
+#include "engine/cuda/row_forms.cuh"
+
+namespace ds4::cuda {
+namespace {
+
+constexpr int kPreThreads = 128;
+constexpr int kPreWarps = kPreThreads / kWarpSize;
+constexpr int kPreBlocks = 8;  // on a multiprocessor, at least
+constexpr int kCols = 4;       // of a thread in a slice
+constexpr int kSliceCols = kCols * kPreThreads;
+constexpr int kDiagonal = kGramSlot;         // slots of the streams' squares
+constexpr int kNext = kDiagonal + kStreams;  // of products with the next stream
+constexpr int kSecond = kNext + kStreams;    // with the one behind it
+constexpr float kCancelled = 1.0f / 64.0f;
+
+struct PreJob {
+  HcShape shape;
+  int rows = 0;
+  const int32_t* row_index = nullptr;  // head only
+  const float* streams = nullptr;
+  const float* start = nullptr;
+  const float* rest = nullptr;
+  int num_mixes = 0;
+  const float* base = nullptr;
+  const float* scale = nullptr;
+  const float* norm_weight = nullptr;
+  float* mixes = nullptr;
+  ActivationView out;
+  float inverse_dim = 0.0f;   // 1 / D
+  float inverse_size = 0.0f;  // 1 / (H D)
+};
+
+__device__ __forceinline__ float4 AddQuads(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+__device__ __forceinline__ float4 LoadQuad(const float* at, bool there) {
+  return there ? *reinterpret_cast<const float4*>(at) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+}
+
+// Four slots of a row in parts first, first + kStep, ...: on their way, then their sum.
+template <int kStep>
+struct PartQuads {
+  static constexpr int kAhead = 4096 / kPartCols / kStep;  // loads in flight at once
+  float4 ahead[kAhead];
+
+  __device__ __forceinline__ void Load(const float* from, int64_t stride, int first, int parts) {
+#pragma unroll
+    for (int u = 0; u < kAhead; ++u) {
+      const int part = first + u * kStep;
+      ahead[u] = LoadQuad(from + part * stride, part < parts);
+    }
+  }
+  __device__ __forceinline__ float4 Sum(const float* from, int64_t stride, int first,
+                                        int parts) const {
+    float4 sum = ahead[0];
+#pragma unroll
+    for (int u = 1; u < kAhead; ++u) sum = AddQuads(sum, ahead[u]);
+#pragma unroll 1
+    for (int part = first + kAhead * kStep; part < parts; part += kStep) {
+      sum = AddQuads(sum, LoadQuad(from + part * stride, true));
+    }
+    return sum;
+  }
+};
+
+// The sum over the warps of slot `slot`.
+__device__ __forceinline__ float SumOfSlot(const float (&sums)[kPreWarps][kWarpSize], int slot) {
+  static_assert(kPreWarps == 4);
+  return (sums[0][slot] + sums[1][slot]) + (sums[2][slot] + sums[3][slot]);
+}
+
+// 1 / rms of all streams, from the square of each.
+__device__ __forceinline__ float InverseRms(const PreJob& job, const float (&squares)[kStreams]) {
+  const float sum = (squares[0] + squares[1]) + (squares[2] + squares[3]);
+  return rsqrtf(fmaf(sum, job.inverse_size, job.shape.norm_eps));
+}
+
+// The block that leaves row t's mixes behind pre. sums: shared.
+__device__ __forceinline__ void LeaveMixes(const PreJob& job, int t,
+                                           float (&sums)[kPreWarps][kWarpSize]) {
+  // Eight lanes a part: five quads of `rest` and the one of the squares.
+  constexpr int kQuads = 8, kRest = kRestSlots / 4, kStep = kPreThreads / kQuads;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  const int quad = lane % kQuads, first = thread / kQuads;
+  const int h = job.shape.streams, mix = h + lane;
+  const bool own = lane < kRestSlots && mix < job.num_mixes;
+  const float base = own ? job.base[mix] : 0.0f, scale = job.scale[mix < 2 * h ? 1 : 2];
+  const bool of_rest = quad < kRest;
+  const int slots = of_rest ? kRestSlots : kStartSlots;
+  const float* from =
+      of_rest ? job.rest + t * kRestSlots + 4 * quad : job.start + t * kStartSlots + kDiagonal;
+  const int64_t stride = job.rows * slots;
+  const int parts = quad <= kRest ? job.shape.parts : 0;
+  GridDependencyWait();
+  PartQuads<kStep> quads;
+  quads.Load(from, stride, first, parts);
+  const float4 sum = quads.Sum(from, stride, first, parts);
+  const float v[4] = {sum.x, sum.y, sum.z, sum.w};
+  sums[warp][4 * quad + FoldedSum<16>(lane) % 4] = FoldSums<16, 8>(lane, v);
+  __syncthreads();
+  if (warp > 0) return;
+  const float total = SumOfSlot(sums, lane);
+  float squares[kStreams];
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    squares[j] = __shfl_sync(kFullMask, total, kRestSlots + j);
+  }
+  const float z = fmaf(total * InverseRms(job, squares), scale, base);
+  if (own) job.mixes[t * kMixSlots + mix] = z;
+}
+
+// A row's collapse.
+struct Collapse {
+  float pre[kStreams];
+  float factor;  // of the norm
+};
+
+// This thread's columns from c on.
+__device__ __forceinline__ void LoadStreams(const PreJob& job, int row, int c,
+                                            float4 (&x)[kStreams]) {
+  const int h = job.shape.streams, dim = job.shape.dim;
+  const float* from = job.streams + static_cast<int64_t>(row) * h * dim + c;
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) x[j] = LoadQuad(from + j * dim, c < dim && j < h);
+}
+__device__ __forceinline__ void CollapseCols(const float (&pre)[kStreams],
+                                             const float4 (&x)[kStreams], float (&v)[kCols]) {
+  v[0] = pre[0] * x[0].x, v[1] = pre[0] * x[0].y, v[2] = pre[0] * x[0].z, v[3] = pre[0] * x[0].w;
+#pragma unroll
+  for (int j = 1; j < kStreams; ++j) {
+    v[0] = fmaf(pre[j], x[j].x, v[0]), v[1] = fmaf(pre[j], x[j].y, v[1]);
+    v[2] = fmaf(pre[j], x[j].z, v[2]), v[3] = fmaf(pre[j], x[j].w, v[3]);
+  }
+}
+
+// The square of a collapsed row column by column. All threads of the block.
+__device__ __forceinline__ float SquareOfRow(const PreJob& job, int row,
+                                             const float (&pre)[kStreams],
+                                             float (&sums)[kPreWarps][kWarpSize]) {
+  const int thread = static_cast<int>(threadIdx.x);
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int c = kCols * thread; c < job.shape.dim; c += kSliceCols) {
+    float4 x[kStreams];
+    float v[kCols];
+    LoadStreams(job, row, c, x);
+    CollapseCols(pre, x, v);
+#pragma unroll
+    for (int i = 0; i < kCols; ++i) sum = fmaf(v[i], v[i], sum);
+  }
+  sum = WarpSum(sum);
+  __syncthreads();  // `sums` has been read
+  if (thread % kWarpSize == 0) sums[thread / kWarpSize][0] = sum;
+  __syncthreads();
+  return SumOfSlot(sums, 0);
+}
+
+// From a row's sums, slot i in lane i of each warp.
+__device__ __forceinline__ Collapse CollapseOf(const PreJob& job, int row, float total, float scale,
+                                               float base, float (&sums)[kPreWarps][kWarpSize]) {
+  const auto slot = [total](int i) { return __shfl_sync(kFullMask, total, i); };
+  const float squares[kStreams] = {slot(kDiagonal), slot(kDiagonal + 1), slot(kDiagonal + 2),
+                                   slot(kDiagonal + 3)};
+  const float z = fmaf(total * InverseRms(job, squares), scale, base);
+  const float gate = 1.0f / (1.0f + expf(-z));
+  Collapse collapse;
+  float(&pre)[kStreams] = collapse.pre;
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    const float own = __shfl_sync(kFullMask, gate, j) + job.shape.hc_eps;
+    pre[j] = j < job.shape.streams ? own : 0.0f;
+  }
+  // (sum_j pre_j X_j)^2: pre_j (pre_j X_j X_j + 2 sum of the products with streams behind it).
+  float alone = 0.0f, across = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    alone = fmaf(pre[j] * pre[j], squares[j], alone);
+    across = fmaf(pre[j] * pre[(j + 1) % kStreams], slot(kNext + j), across);
+    if (j < 2) across = fmaf(pre[j] * pre[j + 2], slot(kSecond + j), across);
+  }
+  float square = fmaf(2.0f, across, alone);
+  // Where streams cancel each other, too few digits are left. The same for all blocks of the row.
+  if (square < kCancelled * alone) square = SquareOfRow(job, row, pre, sums);
+  collapse.factor = rsqrtf(fmaf(square, job.inverse_dim, job.shape.norm_eps));
+  return collapse;
+}
+
+// kHead: of the chosen rows, and nobody needs other mixes than pre. Else the last blocks of the
+// grid's second dimension leave the mixes.
+template <bool kHead>
+__global__ void __launch_bounds__(kPreThreads, kPreBlocks) HcPreKernel(const PreJob job) {
+  // Four lanes a part.
+  constexpr int kQuads = kStartSlots / 4, kStep = kPreThreads / kQuads;
+  __shared__ float sums[kPreWarps][kWarpSize];
+  LaunchDependents();
+  const int t = static_cast<int>(blockIdx.x);
+  const int slices = static_cast<int>(gridDim.y) - (kHead ? 0 : 1);
+  if (!kHead && static_cast<int>(blockIdx.y) == slices) {
+    LeaveMixes(job, t, sums);
+    return;
+  }
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % kWarpSize, warp = thread / kWarpSize;
+  const int quad = lane % kQuads, first = thread / kQuads, parts = job.shape.parts;
+  const int h = job.shape.streams;
+  int c = static_cast<int>(blockIdx.y) * kSliceCols + kCols * thread;
+  const float base = lane < h ? job.base[lane] : 0.0f, scale = job.scale[0];
+  const int64_t stride = job.rows * kStartSlots;
+  float4 weight = LoadQuad(job.norm_weight + c, c < job.shape.dim);
+  GridDependencyWait();
+
+  const int row = kHead ? job.row_index[t] : t;
+  const float* from = job.start + row * kStartSlots + 4 * quad;
+  PartQuads<kStep> quads;
+  quads.Load(from, stride, first, parts);
+  float4 x[kStreams];
+  LoadStreams(job, row, c, x);
+  const float4 sum = quads.Sum(from, stride, first, parts);
+  const float slots[4] = {sum.x, sum.y, sum.z, sum.w};
+  const float share = FoldSums<16, 4>(lane, slots);
+  sums[warp][4 * quad + FoldedSum<16>(lane) % 4] = share;  // by two lanes each
+  __syncthreads();
+  const float total = SumOfSlot(sums, lane % kStartSlots);
+  const Collapse collapse = CollapseOf(job, row, total, scale, base, sums);
+  while (c < job.out.cols) {  // the same for a whole warp: columns come in 256s
+    float v[kCols];
+    CollapseCols(collapse.pre, x, v);
+    v[0] *= collapse.factor * weight.x, v[1] *= collapse.factor * weight.y;
+    v[2] *= collapse.factor * weight.z, v[3] *= collapse.factor * weight.w;
+    StoreForms(job.out, t, c, v);
+    c += slices * kSliceCols;
+    weight = LoadQuad(job.norm_weight + c, c < job.shape.dim);
+    LoadStreams(job, row, c, x);
+  }
+}
+
+__global__ void __launch_bounds__(kMaxRowThreads) RmsNormKernel(RowNorm norm, bool vectors) {
+  __shared__ float squares[kMaxRowThreads / kWarpSize];
+  LaunchDependents();
+  NormRow(norm, static_cast<int>(blockIdx.x), vectors, squares);
+}
+
+// ---- Host ----
+
+void CheckAligned(const void* data, const char* what) {
+  CHECK(reinterpret_cast<uintptr_t>(data) % 16 == 0) << what << " at an odd address";
+}
+
+PreJob MakeJob(const HcParams& params, int rows, const float* streams, const float* partial,
+               const HcWeights& weights, const float* norm_weight, const ActivationView& out) {
+  PreJob job;
+  job.shape = ShapeOf(params);
+  CheckFn(job.shape, weights.fn);
+  CHECK(out.cols >= job.shape.dim && out.cols % kColumnGrain == 0)
+      << out.cols << " columns for a hidden_dim of " << job.shape.dim;
+  CheckAligned(streams, "streams");
+  CheckAligned(partial, "partial sums");
+  CheckAligned(norm_weight, "norm weights");
+  job.rows = rows;
+  job.streams = streams;
+  job.start = partial;
+  job.rest = partial + RestOffset(job.shape.parts, rows);
+  job.num_mixes = static_cast<int>(weights.fn.rows);
+  job.base = weights.base;
+  job.scale = weights.scale;
+  job.norm_weight = norm_weight;
+  job.out = out;
+  job.inverse_dim = 1.0f / static_cast<float>(job.shape.dim);
+  job.inverse_size = 1.0f / static_cast<float>(job.shape.streams * job.shape.dim);
+  return job;
+}
+
+// Blocks that share a row's slices: one each, unless the rows alone fill the device. No result
+// depends on it.
+unsigned BlocksOfRow(const LaunchContext& launch, const ActivationView& out) {
+  const int64_t slices = (out.cols + kSliceCols - 1) / kSliceCols;
+  return static_cast<unsigned>(std::clamp<int64_t>(2 * launch.num_sms / out.rows, 1, slices));
+}
+
+}  // namespace
+
+void LaunchHcPre(const LaunchContext& launch, const HcParams& params, int rows,
+                 const float* streams, const float* partial, const HcWeights& weights,
+                 const float* norm_weight, float* mixes, const ActivationView& x) {
+  PreJob job = MakeJob(params, rows, streams, partial, weights, norm_weight, x);
+  CHECK(job.num_mixes > params.num_streams) << job.num_mixes << " mixing rows";
+  job.mixes = mixes;
+  Launch(launch, dim3(static_cast<unsigned>(rows), BlocksOfRow(launch, x) + 1), kPreThreads, 0,
+         HcPreKernel<false>, job);
+}
+
+void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,
+                  const int32_t* row_index, const float* streams, const float* partial,
+                  const HcWeights& weights, const float* norm_weight, const ActivationView& out) {
+  PreJob job = MakeJob(params, rows, streams, partial, weights, norm_weight, out);
+  job.row_index = row_index;
+  Launch(launch, dim3(static_cast<unsigned>(out.rows), BlocksOfRow(launch, out)), kPreThreads, 0,
+         HcPreKernel<true>, job);
+}
+
+void LaunchRmsNorm(const LaunchContext& launch, const float* x, int64_t stride, int rows, int cols,
+                   const float* weight, float eps, const ActivationView& out) {
+  CHECK(cols >= 1 && cols <= out.cols) << cols << " columns into " << out.cols;
+  const RowNorm norm = {x, stride, cols, weight, eps, out};
+  Launch(launch, static_cast<unsigned>(rows), RowThreads(out.cols), 0, RmsNormKernel, norm,
+         VectorsFit(x, stride, cols));
+}
+
+}  // namespace ds4::cuda
