@@ -301,43 +301,32 @@ struct ChunkDecoder<DType::kIQ2_XXS> {
   const uint32_t* grid;  // in shared memory, see LoadIq2Grid
   int lane;
   uint4 unit = {};
-  uint32_t nibbles = 0;  // of step 4u + t: row g in the low half, row g + 8 in the high one
+  uint2 scales;  // of rows g, g + 8: four nibbles for each of four steps
   float d[2];
 
   __device__ __forceinline__ ChunkDecoder(const std::byte* at, const uint32_t* shared_grid)
       : chunk(at), grid(shared_grid), lane(LaneId()) {
-    const auto* scales = reinterpret_cast<const uint16_t*>(at + 1024);
-    d[0] = HalfToFloat(scales[lane / 4]) * 0.25f;
-    d[1] = HalfToFloat(scales[lane / 4 + 8]) * 0.25f;
-  }
-  // Four magnitudes, negated where `signs` has a bit (bits 0-3). No magnitude is 0, so adding one
-  // never carries into the next byte.
-  __device__ __forceinline__ static uint32_t Signed(uint32_t selector, uint32_t signs) {
-    const uint32_t magnitudes = __byte_perm(0x002b1908u, 0, selector & 0xffffu);
-    const uint32_t ones = (signs & 15u) * 0x00204081u & 0x01010101u;
-    return (magnitudes ^ ones * 255u) + ones;
+    const int g = lane / 4;
+    scales = *reinterpret_cast<const uint2*>(at + 1024 + 8 * g);
+    const float2 both = Half2ToFloat2(*reinterpret_cast<const uint32_t*>(at + 1088 + 4 * g));
+    d[0] = both.x * 0.25f;
+    d[1] = both.y * 0.25f;
   }
   __device__ __forceinline__ void Step(int s, StepWeights& w) {
-    if (s % 4 == 0) {
-      unit = Load16(chunk + 128 * s + 16 * lane);
-      nibbles = (unit.x >> 15 & 0x00010001u) | (unit.y >> 14 & 0x00020002u) |
-                (unit.z >> 13 & 0x00040004u) | (unit.w >> 12 & 0x00080008u);
-    }
-    const uint32_t word = Word(unit, s % 4);
-    // Both rows at once: seven sign bits each, the eighth makes their number even.
-    const uint32_t seven = word >> 8 & 0x007f007fu;
-    uint32_t parity = seven ^ seven >> 4;
-    parity ^= parity >> 2;
-    parity ^= parity >> 1;
-    const uint32_t signs = seven | (parity & 0x00010001u) << 7;
-    const uint32_t codes = __shfl_sync(kFullMask, nibbles, (lane & ~3) + s % 4);
+    if (s % 4 == 0) unit = Load16(chunk + 128 * s + 16 * lane);
+    const uint32_t indices = Word(unit, s % 4 / 2 * 2);
+    const uint32_t signs = Word(unit, s % 4 / 2 * 2 + 1);
+    const uint32_t codes = (s % 4 < 2 ? scales.x : scales.y) >> (16 * (s % 2) + 8 * (s / 4));
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint32_t selector = grid[word >> (16 * r) & 255u];
-      w.a[r] = Signed(selector, signs >> (16 * r));
-      w.a[2 + r] = Signed(selector >> 16, signs >> (16 * r + 4));
+      const int octet = 2 * (s % 2) + r;
+      // A nibble a column: which of the magnitudes 8, 25, 43, and 4 where it is negative.
+      const uint32_t selector = grid[indices >> (8 * octet) & 255u] | (signs >> octet & 0x11111111u)
+                                                                          << 2;
+      w.a[r] = SelectBytes(0x002b1908u, 0x00d5e7f8u, selector);
+      w.a[2 + r] = SelectBytes(0x002b1908u, 0x00d5e7f8u, selector >> 16);
       // 2^23 + n - (2^23 - 0.5): exact.
-      w.scale[r] = d[r] * (__uint_as_float((codes >> (16 * r) & 15u) | kTwo23Bits) - 8388607.5f);
+      w.scale[r] = d[r] * (__uint_as_float((codes >> (4 * r) & 15u) | kTwo23Bits) - 8388607.5f);
     }
   }
 };

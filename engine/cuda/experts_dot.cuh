@@ -3,8 +3,8 @@
 // decode, so a step here counts every instruction:
 //   - x of a group stands in registers for all row tiles of a stage;
 //   - kCols == 1 computes only the first x row of a group (decoding: there is no other);
-//   - IQ2_XXS looks patterns and signs up in tables that have a copy for each lane, because lanes
-//     that read different words of one bank wait for each other.
+//   - IQ2_XXS looks patterns up in tables that have a copy for each lane, because lanes that read
+//     different words of one bank wait for each other.
 // DotStage adds in the order of DotSlice; experts_ring.cuh, which uses the same decoders, has its
 // own.
 #pragma once
@@ -13,89 +13,122 @@
 
 namespace ds4::cuda {
 
-// ---- IQ2_XXS tables in shared memory: entry i of lane l at word kIq2Copies i + l % kIq2Copies
-// (a copy for every lane would leave no room for a second block on an SM). An entry has a nibble
-// for each of 8 columns: which of the magnitudes 8, 25, 43 (grid, entries 0-255), and 4 where it is
-// negative (signs, entries 256-511), so that grid | signs selects bytes of two registers. Signs
-// have an entry for each byte, though the top bit of a sign code belongs to the scale: a whole byte
-// times a power of two is one instruction's address.
-inline constexpr int kIq2Entries = 512;
-inline constexpr int kIq2Copies = 16;
-inline constexpr int kIq2EntryBytes = 4 * kIq2Copies;
-inline constexpr int kIq2TableBytes = kIq2Entries * kIq2EntryBytes;
+// ---- IQ2_XXS patterns in shared memory: 256 entries of 256 bytes, so that an index byte is the
+// second byte of an address, one instruction to put together. An entry is a word in two forms, each
+// with a copy for every lane: a nibble for each of 8 columns, which of the magnitudes 8, 25, 43.
+//   low form (first half of the entry): in bits 1-2, the sign goes to bit 0
+//   high form: in bits 0-1, the sign goes to bit 2
+// Pattern | signs then selects bytes of two registers. Two forms, because a word has signs of four
+// octets, a bit apart: octets 0 and 2 have theirs in place for one form each, 1 and 3 after one
+// shift.
+inline constexpr int kIq2Entries = 256;
+inline constexpr int kIq2FormBytes = 4 * kWarpSize;
+inline constexpr int kIq2TableBytes = kIq2Entries * 2 * kIq2FormBytes;
 
-struct Iq2Selectors {
-  uint32_t words[kIq2Entries];
+struct Iq2Patterns {
+  uint32_t words[kIq2Entries];  // high form
 };
-constexpr Iq2Selectors MakeIq2Selectors() {
-  Iq2Selectors table{};
+constexpr Iq2Patterns MakeIq2Patterns() {
+  Iq2Patterns table{};
   for (uint32_t i = 0; i < kIq2Entries; ++i) {
-    const uint32_t code = i < 256 ? uint32_t{kIq2XxsCodes[i]} : i & 127;
-    uint32_t parity = code ^ code >> 4;
-    parity ^= parity >> 2;
-    parity ^= parity >> 1;
     for (uint32_t j = 0; j < 8; ++j) {
-      const uint32_t negative = j < 7 ? code >> j & 1 : parity & 1;
-      table.words[i] |= (i < 256 ? code >> (2 * j) & 3 : 4 * negative) << (4 * j);
+      table.words[i] |= (uint32_t{kIq2XxsCodes[i]} >> (2 * j) & 3) << (4 * j);
     }
   }
   return table;
 }
-inline constexpr Iq2Selectors kIq2Selectors = MakeIq2Selectors();
+inline constexpr Iq2Patterns kIq2Patterns = MakeIq2Patterns();
 
+// A thread fills half an entry, all copies of one form: entry half / 2.
+inline constexpr int kIq2Halves = 2 * kIq2Entries;
+__device__ __forceinline__ uint32_t LoadIq2Pattern(int half) {
+  static constexpr Iq2Patterns kPatterns = kIq2Patterns;
+  return kPatterns.words[half / 2];
+}
+__device__ __forceinline__ void StoreIq2Pattern(std::byte* tables, int half, uint32_t pattern) {
+  const uint32_t word = half % 2 == 0 ? pattern << 1 : pattern;
+  std::byte* to = tables + half * kIq2FormBytes;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    // Threads side by side write to different banks.
+    *reinterpret_cast<uint4*>(to + 16 * ((i ^ half) & 7)) = make_uint4(word, word, word, word);
+  }
+}
 // All threads of the block call it, and meet at a barrier before they use the tables.
 __device__ __forceinline__ void LoadIq2Tables(uint32_t* tables) {
-  static constexpr Iq2Selectors kSelectors = kIq2Selectors;
-  // Four copies a thread.
-  constexpr int kParts = kIq2Copies / 4;
-#pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x); i < kIq2Entries * kParts;
-       i += static_cast<int>(blockDim.x)) {
-    const uint32_t word = kSelectors.words[i / kParts];
-    *reinterpret_cast<uint4*>(tables + 4 * i) = make_uint4(word, word, word, word);
+  std::byte* at = reinterpret_cast<std::byte*>(tables);
+  for (int i = static_cast<int>(threadIdx.x); i < kIq2Halves; i += static_cast<int>(blockDim.x)) {
+    StoreIq2Pattern(at, i, LoadIq2Pattern(i));
   }
 }
 
 // The tables for one lane.
 struct LaneTables {
-  SharedWordAddress copy;  // the lane's copy of entry 0
+  SharedWordAddress tables;
+  uint32_t offset;  // of the lane's copy
 
-  __device__ __forceinline__ explicit LaneTables(const std::byte* tables)
-      : copy(AddressOfShared(tables)) {
-    // The exchange with itself keeps the compiler from working the offset out at each look-up.
-    copy += static_cast<uint32_t>(__shfl_sync(kFullMask, 4 * (LaneId() % kIq2Copies), LaneId()));
+  __device__ __forceinline__ explicit LaneTables(const std::byte* at)
+      : tables(AddressOfShared(at)), offset(4 * static_cast<uint32_t>(LaneId())) {}
+
+  // The pattern with its number in byte `octet` of `indices`, in the form for that octet.
+  __device__ __forceinline__ uint32_t Pattern(uint32_t indices, uint32_t octet) const {
+    const uint32_t entry = SelectBytes(indices, offset, 0x6604u | octet << 4);
+    return LoadSharedWord(tables + entry + (octet < 2 ? 0 : kIq2FormBytes));
   }
 };
 
-// Eight signed values of one row from bytes kByte (index) and kByte + 1 (sign code) of the word.
-template <uint32_t kByte>
-__device__ __forceinline__ void Iq2Values(const LaneTables& own, uint32_t word, uint32_t& low,
+// The signs of octets 0, 2 and 1, 3 where the two forms of a pattern want them.
+struct Iq2Signs {
+  uint32_t even, odd;
+  __device__ __forceinline__ explicit Iq2Signs(uint32_t signs) : even(signs), odd(signs >> 1) {}
+};
+
+// Eight signed values: of octet `octet` of a word of indices and one of signs.
+__device__ __forceinline__ void Iq2Values(const LaneTables& own, uint32_t indices,
+                                          const Iq2Signs& signs, uint32_t octet, uint32_t& low,
                                           uint32_t& high) {
-  const uint32_t index = SelectBytes(word, 0, 0x4440u + kByte);
-  const uint32_t code = SelectBytes(word, 0, 0x4441u + kByte);
-  const uint32_t grid = LoadSharedWord(own.copy + index * kIq2EntryBytes);
-  const uint32_t signs = LoadSharedWord(own.copy + code * kIq2EntryBytes + 256 * kIq2EntryBytes);
-  const uint32_t selector = grid | signs;
-  low = SelectBytes(0x002b1908u, 0x00d5e7f8u, selector);
-  high = SelectBytes(0x002b1908u, 0x00d5e7f8u, selector >> 16);
+  const uint32_t word = octet % 2 == 0 ? signs.even : signs.odd;
+  const uint32_t mask = octet < 2 ? 0x11111111u : 0x44444444u;
+  const uint32_t selector = own.Pattern(indices, octet) | (word & mask);
+  // 8, -8, 25, -25, 43, -43; or 8, 25, 43, -, -8, -25, -43.
+  const uint32_t first = octet < 2 ? 0xe719f808u : 0x002b1908u;
+  const uint32_t second = octet < 2 ? 0x0000d52bu : 0x00d5e7f8u;
+  low = SelectBytes(first, second, selector);
+  high = SelectBytes(first, second, selector >> 16);
 }
-// The scale nibbles of step 4u + t, a bit in each word of lane t's unit u: row g in the low half,
-// row g + 8 in the high one.
-__device__ __forceinline__ uint32_t Iq2Nibbles(const uint4& v) {
-  return (v.x >> 15 & 0x00010001u) | (v.y >> 14 & 0x00020002u) | (v.z >> 13 & 0x00040004u) |
-         (v.w >> 12 & 0x00080008u);
+// Step i of a unit, 0..3.
+__device__ __forceinline__ void Iq2Step(const LaneTables& own, const uint4& unit, int i,
+                                        StepWeights& w) {
+  const uint32_t indices = Word(unit, i / 2 * 2);
+  const Iq2Signs signs(Word(unit, i / 2 * 2 + 1));
+  const uint32_t octet = 2 * (static_cast<uint32_t>(i) % 2);
+  Iq2Values(own, indices, signs, octet, w.a[0], w.a[2]);
+  Iq2Values(own, indices, signs, octet + 1, w.a[1], w.a[3]);
 }
-// (n + 0.5) / 4 as 2^21 + n / 4 - (2^21 - 1/8): exact.
-__device__ __forceinline__ float Iq2Factor(uint32_t nibble) {
-  return __uint_as_float(nibble | 0x4a000000u) - 2097151.875f;
+// (n + 0.5) / 4 for the nibble n at bit `shift` of `codes`: n / 4 stands at the end of the float
+// 2^(21 - shift), from which all but 1/8 is taken off. Exact.
+__device__ __forceinline__ float Iq2Factor(uint32_t codes, int shift) {
+  const uint32_t bits = (codes & 15u << shift) | (0x4a000000u - (uint32_t{1} << 23) * shift);
+  return __uint_as_float(bits) - (static_cast<float>(1 << (21 - shift)) - 0.125f);
 }
+// What scales the lane's own steps 4u + t: rows g and g + 8.
+struct Iq2Scales {
+  uint32_t codes;
+  float2 d;
+  __device__ __forceinline__ explicit Iq2Scales(const std::byte* chunk)
+      : codes(*reinterpret_cast<const uint16_t*>(chunk + 1024 + 2 * LaneId())),
+        d(Half2ToFloat2(*reinterpret_cast<const uint32_t*>(chunk + 1088 + LaneId() / 4 * 4))) {}
+  __device__ __forceinline__ float2 Own(int u) const {
+    return make_float2(d.x * Iq2Factor(codes, 8 * u), d.y * Iq2Factor(codes, 8 * u + 4));
+  }
+};
 
 // The interface of ChunkDecoder, for one chunk in shared memory. It leaves the scales of all steps
 // where the first codes of the chunk stood.
 struct Iq2Decoder {
   static constexpr bool kHasMin = false;
-  const std::byte*
-      scales;  // of row g: (row g, row g + 8) for each of 4 steps; units 256 bytes apart
+  // Of row g: (row g, row g + 8) for each of 4 steps; units 256 bytes apart.
+  const std::byte* scales;
   const LaneTables& tables;
   uint4 unit[2];
   float4 now[2];
@@ -104,16 +137,11 @@ struct Iq2Decoder {
     const int lane = LaneId();
     unit[0] = Load16(chunk + 16 * lane);
     unit[1] = Load16(chunk + 512 + 16 * lane);
-    const auto* d = reinterpret_cast<const uint16_t*>(chunk + 1024);
-    const float d0 = HalfToFloat(d[lane / 4]);
-    const float d1 = HalfToFloat(d[lane / 4 + 8]);
+    const Iq2Scales scale(chunk);
     __syncwarp();  // all codes are in registers
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const uint32_t nibbles = Iq2Nibbles(unit[u]);
-      const float low = Iq2Factor(nibbles & 15u);
-      const float high = Iq2Factor(nibbles >> 16);
-      *reinterpret_cast<float2*>(chunk + 256 * u + 8 * lane) = make_float2(d0 * low, d1 * high);
+      *reinterpret_cast<float2*>(chunk + 256 * u + 8 * lane) = scale.Own(u);
     }
     __syncwarp();
     scales = chunk + 32 * (lane / 4);
@@ -123,9 +151,7 @@ struct Iq2Decoder {
       now[0] = *reinterpret_cast<const float4*>(scales + 256 * (s / 4));
       now[1] = *reinterpret_cast<const float4*>(scales + 256 * (s / 4) + 16);
     }
-    const uint32_t word = Word(unit[s / 4], s % 4);
-    Iq2Values<0>(tables, word, w.a[0], w.a[2]);
-    Iq2Values<2>(tables, word, w.a[1], w.a[3]);
+    Iq2Step(tables, unit[s / 4], s % 4, w);
     const float4& pair = now[s % 4 / 2];
     w.scale[0] = s % 2 == 0 ? pair.x : pair.z;
     w.scale[1] = s % 2 == 0 ? pair.y : pair.w;

@@ -189,25 +189,15 @@ struct RowDecoder<DType::kIQ2_XXS> {
   const std::byte* chunk;
   const LaneTables& tables;
   uint4 unit = {};
-  float d[2];
+  Iq2Scales scales;
 
   __device__ __forceinline__ RowDecoder(const std::byte* at, const LaneTables& own)
-      : chunk(at), tables(own) {
-    const auto* scales = reinterpret_cast<const uint16_t*>(at + 1024);
-    d[0] = HalfToFloat(scales[LaneId() / 4]);
-    d[1] = HalfToFloat(scales[LaneId() / 4 + 8]);
-  }
+      : chunk(at), tables(own), scales(at) {}
   __device__ __forceinline__ void Step(int s, StepWeights& w) {
     if (s % 4 == 0) unit = Load16(chunk + 128 * s + 16 * LaneId());
-    const uint32_t word = Word(unit, s % 4);
-    Iq2Values<0>(tables, word, w.a[0], w.a[2]);
-    Iq2Values<2>(tables, word, w.a[1], w.a[3]);
+    Iq2Step(tables, unit, s % 4, w);
   }
-  // After a step of the unit.
-  __device__ __forceinline__ float2 OwnScales(int) const {
-    const uint32_t nibbles = Iq2Nibbles(unit);
-    return make_float2(d[0] * Iq2Factor(nibbles & 15u), d[1] * Iq2Factor(nibbles >> 16));
-  }
+  __device__ __forceinline__ float2 OwnScales(int u) const { return scales.Own(u); }
 };
 
 // ---- One or two rows of x.

@@ -78,19 +78,14 @@ constexpr int kOffsetBytes =
 
 __device__ void MakeTables(const Args& args, std::byte* memory) {
   uint2* grid = reinterpret_cast<uint2*>(memory);
-  uint32_t* signs = reinterpret_cast<uint32_t*>(memory + 256 * args.grid_copies * 8);
   for (int i = static_cast<int>(threadIdx.x); i < 256; i += kThreads) {
     uint32_t picks[2] = {};
     for (int j = 0; j < 8; ++j) {
       const uint32_t code = static_cast<uint32_t>(args.iq2_codes[i] >> (2 * j)) & 3;
       picks[j / 4] |= (0x10 + 0x22 * code) << (8 * (j % 4));
     }
-    const uint32_t minus = static_cast<uint32_t>(i) | static_cast<uint32_t>(__popc(i) & 1) << 7;
     for (int copy = 0; copy < args.grid_copies; ++copy) {
       grid[i * args.grid_copies + copy] = make_uint2(picks[0], picks[1]);
-    }
-    for (int copy = 0; i < 128 && copy < args.sign_copies; ++copy) {
-      signs[i * args.sign_copies + copy] = minus;
     }
   }
 }
@@ -99,9 +94,7 @@ __device__ void MakeTables(const Args& args, std::byte* memory) {
 __device__ __forceinline__ Tables LaneTables(const Args& args, const std::byte* memory, int lane) {
   Tables tables;
   tables.iq2_grid = memory + lane % args.grid_copies * 8;
-  tables.iq2_signs = memory + 256 * args.grid_copies * 8 + lane % args.sign_copies * 4;
   tables.grid_step = static_cast<uint32_t>(args.grid_copies) * 8;
-  tables.sign_step = static_cast<uint32_t>(args.sign_copies) * 4;
   return tables;
 }
 
@@ -683,9 +676,7 @@ __global__ void __launch_bounds__(kThreads, 1) GemmKernel(const __grid_constant_
 
 // Dynamic shared memory that a block may ask for beside its static part.
 constexpr int kMaxSharedBytes = 227 * 1024 - 3 * kThreads * 4;
-int TableBytes(int grid_copies, int sign_copies) {
-  return 256 * 8 * grid_copies + 128 * 4 * sign_copies;
-}
+int TableBytes(int grid_copies) { return 256 * 8 * grid_copies; }
 
 template <typename F>
 int WeightBytes() {
@@ -761,12 +752,10 @@ void LaunchTiles(const LaunchContext& launch, Args& args) {
   if (args.uses_iq2) std::copy(kIq2XxsCodes.begin(), kIq2XxsCodes.end(), args.iq2_codes);
   args.tables_at = kXBytes + kOffsetBytes + weight_bytes;
   const int expert_bytes = args.num_experts > 0 ? (2 * args.num_experts + 1) * 4 : 0;
-  // A copy for each bank, where they fit.
-  const bool copies = args.tables_at + TableBytes(16, 32) + expert_bytes <= kMaxSharedBytes;
+  // A copy for each pair of banks, where they fit.
+  const bool copies = args.tables_at + TableBytes(16) + expert_bytes <= kMaxSharedBytes;
   args.grid_copies = copies ? 16 : 1;
-  args.sign_copies = copies ? 32 : 1;
-  args.experts_at =
-      args.tables_at + (args.uses_iq2 ? TableBytes(args.grid_copies, args.sign_copies) : 0);
+  args.experts_at = args.tables_at + (args.uses_iq2 ? TableBytes(args.grid_copies) : 0);
   const int shared_bytes = args.experts_at + expert_bytes;
   SplitLastTiles(launch.num_sms, args);
   // The routed job's tiles are counted on the device: blocks without one leave at once.

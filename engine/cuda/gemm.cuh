@@ -61,8 +61,7 @@ struct Args {
   int tables_at = 0;
   int experts_at = 0;
   bool uses_iq2 = false;
-  int grid_copies = 1;  // of the tables of IQ2_XXS
-  int sign_copies = 1;
+  int grid_copies = 1;  // of the table of IQ2_XXS
   uint16_t iq2_codes[256] = {};
 };
 

@@ -30,10 +30,7 @@ struct Tables {
   // Entry i at i * grid_step: for each of eight magnitudes m[code], the two bytes of a bf16, as
   // selectors of __byte_perm: byte j picks bytes 2 code and 2 code + 1.
   const std::byte* iq2_grid = nullptr;
-  // Entry i at i * sign_step: eight bits, 1 where the sign is minus.
-  const std::byte* iq2_signs = nullptr;
   uint32_t grid_step = 0;
-  uint32_t sign_step = 0;
 };
 
 __device__ __forceinline__ uint32_t LoadWord(const std::byte* at) {
@@ -290,7 +287,7 @@ struct Q2_K {
 };
 
 struct Iq2Xxs {
-  static constexpr int kChunkBytes = 1056, kFetchCols = 128, kMainBytes = 512, kHeaderBytes = 32;
+  static constexpr int kChunkBytes = 1120, kFetchCols = 128, kMainBytes = 512, kHeaderBytes = 96;
   static constexpr bool kForExperts = true;
   static constexpr int kTileBytes = kMainBytes + kHeaderBytes;
   static constexpr int kScaleFloats = 8;  // the three magnitudes, as bf16
@@ -299,45 +296,46 @@ struct Iq2Xxs {
   __device__ __forceinline__ static float Scale(uint32_t d, uint32_t code) {
     return HalfToFloat(static_cast<uint16_t>(d)) * (0.5f + static_cast<float>(code)) * 0.25f;
   }
-  __device__ __forceinline__ static void MakeScales(const std::byte* tile, int, int lane,
+  __device__ __forceinline__ static void MakeScales(const std::byte* tile, int part, int lane,
                                                     float* scales) {
-    const uint4 w = LoadWords4(tile + 16 * lane);
-    // Bits 15 and 31 of word i are bit i of the scales of rows g and g + 8.
-    constexpr uint32_t kBits = 0x80008000u;
-    const uint32_t codes =
-        (w.x & kBits) >> 3 | (w.y & kBits) >> 2 | (w.z & kBits) >> 1 | (w.w & kBits);
-    const std::byte* d = tile + kMainBytes + 2 * (lane / 4);
+    const std::byte* header = tile + kMainBytes;
+    const uint32_t codes = LoadHalfWord(header + 2 * lane) >> (8 * part);
+    const uint32_t d = LoadWord(header + 64 + 4 * (lane / 4));
     uint2* at = reinterpret_cast<uint2*>(scales) + (lane % 4) * kScaleStride + lane / 4;
-    at[0] = Magnitudes(Scale(LoadHalfWord(d), codes >> 12 & 15));
-    at[8] = Magnitudes(Scale(LoadHalfWord(d + 16), codes >> 28));
+    at[0] = Magnitudes(Scale(d & 0xffffu, codes & 15));
+    at[8] = Magnitudes(Scale(d >> 16, codes >> 4 & 15));
   }
   __device__ __forceinline__ static uint2 Magnitudes(float ds) {
     return make_uint2(FloatsToBf162(8.0f * ds, 25.0f * ds), FloatsToBf162(43.0f * ds, 0.0f));
   }
   struct Raw {
-    uint32_t w;
+    uint2 w;                // indices and signs of two steps
+    uint32_t octet;         // of row g, among the four there
     uint2 values, values8;  // of rows g and g + 8
   };
   __device__ __forceinline__ static Raw Load(const std::byte* tile, const float* scales, int step,
                                              int lane) {
     const uint2* values = reinterpret_cast<const uint2*>(scales) + step * kScaleStride + lane / 4;
-    return {LoadWord(tile + 16 * lane + 4 * step), values[0], values[8]};
+    return {LoadWords2(tile + 16 * lane + 8 * (step / 2)), 2 * static_cast<uint32_t>(step % 2),
+            values[0], values[8]};
   }
   __device__ __forceinline__ static void Fragments(const Raw& raw, const Tables& tables,
                                                    uint32_t (&a)[8]) {
-    Octet(raw.w & 255, raw.w >> 8 & 127, raw.values, tables, a[0], a[2], a[4], a[6]);
-    Octet(raw.w >> 16 & 255, raw.w >> 24 & 127, raw.values8, tables, a[1], a[3], a[5], a[7]);
+    Octet(raw.w, raw.octet, raw.values, tables, a[0], a[2], a[4], a[6]);
+    Octet(raw.w, raw.octet + 1, raw.values8, tables, a[1], a[3], a[5], a[7]);
   }
-  __device__ __forceinline__ static void Octet(uint32_t index, uint32_t code, uint2 values,
+  __device__ __forceinline__ static void Octet(uint2 w, uint32_t octet, uint2 values,
                                                const Tables& tables, uint32_t& a0, uint32_t& a1,
                                                uint32_t& a2, uint32_t& a3) {
+    const uint32_t index = w.x >> (8 * octet) & 255;
     const uint2 picks = LoadWords2(tables.iq2_grid + index * tables.grid_step);
-    const uint32_t minus = LoadWord(tables.iq2_signs + code * tables.sign_step);
-    // The factors bring two neighbouring bits of `minus` to the signs of a pair.
-    a0 = Signed(PickPair(values, picks.x), minus * 0x40008000u);
-    a1 = Signed(PickPair(values, picks.x >> 16), minus * 0x10002000u);
-    a2 = Signed(PickPair(values, picks.y), minus * 0x04000800u);
-    a3 = Signed(PickPair(values, picks.y >> 16), minus * 0x01000200u);
+    // Signs of columns 2p and 2p + 1 at the top of byte p.
+    const uint32_t even = w.y << (7 - octet);
+    const uint32_t odd = w.y << (3 - octet);
+    a0 = Signed(PickPair(values, picks.x), __byte_perm(even, odd, 0x4400));
+    a1 = Signed(PickPair(values, picks.x >> 16), __byte_perm(even, odd, 0x5511));
+    a2 = Signed(PickPair(values, picks.y), __byte_perm(even, odd, 0x6622));
+    a3 = Signed(PickPair(values, picks.y >> 16), __byte_perm(even, odd, 0x7733));
   }
   __device__ __forceinline__ static uint32_t Signed(uint32_t magnitudes, uint32_t minus) {
     return magnitudes ^ (minus & 0x80008000u);

@@ -70,17 +70,21 @@ void PackIQ2_XXS(const std::byte* block, Place to) {
   for (int step = 0; step < 8; ++step) {
     const std::byte* indices = block + 2 + 8 * step;
     const auto packed = LoadLittleEndian<uint32_t>(indices + 4);
+    const int octet = 2 * (step % 2) + to.high();
     for (int t = 0; t < 4; ++t) {
-      std::byte* half = to.Lane(step / 4, t) + 4 * (step % 4) + 2 * to.high();
-      half[0] = indices[t];
-      Or(half + 1, static_cast<int>(packed >> (7 * t) & 127));
+      std::byte* words = to.Lane(step / 4, t) + 8 * (step % 4 / 2);
+      words[octet] = indices[t];
+      int parity = 0;
+      for (int j = 0; j < 8; ++j) {
+        const int negative = j < 7 ? static_cast<int>(packed >> (7 * t + j) & 1) : parity;
+        parity ^= negative;
+        Or(words + 4 + j / 2, negative << (4 * (j % 2) + octet));
+      }
     }
-    for (int i = 0; i < 4; ++i) {
-      const int bit = static_cast<int>(packed >> (28 + i) & 1);
-      Or(to.Lane(step / 4, step % 4) + 4 * i + 2 * to.high() + 1, bit << 7);
-    }
+    Or(to.chunk + 1024 + 2 * (4 * to.g() + step % 4) + step / 4, static_cast<int>(packed >> 28)
+                                                                     << (4 * to.high()));
   }
-  std::memcpy(to.chunk + 1024 + 2 * to.row, block, 2);
+  std::memcpy(to.chunk + 1088 + 4 * to.g() + 2 * to.high(), block, 2);
 }
 
 // Column c of the chunk, 16-bit types.

@@ -156,31 +156,53 @@ __device__ __forceinline__ void PackPiece<DType::kQ2_K>(const RawChunk& raw, int
   }
 }
 
+// The eight signs of an octet, four bits apart, from its seven in bits 0-6: the number of negative
+// columns is even.
+__device__ __forceinline__ uint32_t Iq2Signs(uint32_t code) {
+  uint32_t signs = 0, parity = 0;
+  for (int j = 0; j < 8; ++j) {
+    const uint32_t negative = j < 7 ? code >> j & 1 : parity;
+    parity ^= negative;
+    signs |= negative << (4 * j);
+  }
+  return signs;
+}
+
 template <>
 __device__ __forceinline__ void PackPiece<DType::kIQ2_XXS>(const RawChunk& raw, int piece,
                                                            Piece& out) {
   constexpr int kCodes = kCodePieces<DType::kIQ2_XXS>;
+  for (int i = 0; i < 4; ++i) out.word[i] = 0;
   if (piece < kCodes) {
     const int lane = piece % 32;
-    const int t = lane % 4;
-    for (int i = 0; i < 4; ++i) {
-      out.word[i] = 0;
+    for (int step = 0; step < 4; ++step) {
       for (int r = 0; r < 2; ++r) {
         const uint8_t* block = raw.Block(lane / 4 + 8 * r, 0);
         if (block == nullptr) continue;
-        const uint8_t* groups = block + 2 + 32 * (piece / 32);  // four groups of 8 bytes
-        const uint32_t code = Load32(groups + 8 * i + 4) >> (7 * t) & 127u;
-        const uint32_t scale_bit = Load32(groups + 8 * t + 4) >> (28 + i) & 1u;
-        out.word[i] |= (groups[8 * i + t] | code << 8 | scale_bit << 15) << (16 * r);
+        const uint8_t* group = block + 2 + 32 * (piece / 32) + 8 * step;
+        const int octet = step % 2 * 2 + r;
+        out.word[step / 2 * 2] |= static_cast<uint32_t>(group[lane % 4]) << (8 * octet);
+        out.word[step / 2 * 2 + 1] |= Iq2Signs(Load32(group + 4) >> (7 * (lane % 4))) << octet;
       }
     }
-    return;
-  }
-  for (int i = 0; i < 4; ++i) {
-    const int row = 8 * (piece - kCodes) + 2 * i;
-    const uint8_t* low = raw.Block(row, 0);
-    const uint8_t* high = raw.Block(row + 1, 0);
-    out.word[i] = (low == nullptr ? 0 : Half(low)) | (high == nullptr ? 0 : Half(high) << 16);
+  } else if (piece < kCodes + 4) {
+    for (int i = 0; i < 16; ++i) {  // two lanes a word, four scales a lane
+      const int lane = 8 * (piece - kCodes) + i / 2 % 2 + i / 4 * 2;
+      const int unit = i % 2;
+      for (int r = 0; r < 2; ++r) {
+        const uint8_t* block = raw.Block(lane / 4 + 8 * r, 0);
+        if (block == nullptr) continue;
+        const uint32_t scale = Load32(block + 2 + 32 * unit + 8 * (lane % 4) + 4) >> 28;
+        out.word[i / 4] |= scale << (16 * (i / 2 % 2) + 8 * unit + 4 * r);
+      }
+    }
+  } else {
+    for (int i = 0; i < 4; ++i) {
+      const int g = 4 * (piece - kCodes - 4) + i;
+      const uint8_t* low = raw.Block(g, 0);
+      const uint8_t* high = raw.Block(g + 8, 0);
+      out.word[i] = (low == nullptr ? 0 : Half(low)) | (high == nullptr ? 0 : Half(high) << 16);
+    }
   }
 }
 
@@ -341,9 +363,9 @@ __device__ __forceinline__ void FillPiece(const Bounds& bounds, int piece, Piece
   } else if constexpr (kType == DType::kIQ2_XXS) {
     // Magnitudes have a root mean square of 23.1 (over all patterns), scales / 4 one of 2.31.
     const uint32_t d = FloatToHalf(0.02f / (23.1f * 2.31f));
-    for (int i = 0; i < 4; ++i) {
-      const int row = 8 * rest + 2 * i;
-      p.word[i] = (row < bounds.rows ? d : 0) | (row + 1 < bounds.rows ? d << 16 : 0);
+    for (int i = 0; rest >= 4 && i < 4; ++i) {
+      const int row = 4 * (rest - 4) + i;
+      p.word[i] = (row < bounds.rows ? d : 0) | (row + 8 < bounds.rows ? d << 16 : 0);
     }
   }
 }

@@ -2,8 +2,9 @@
 //
 // A matrix is cut into tiles of 16 rows; a tile is a row of chunks, one after the other; a chunk is
 // 16 rows x ChunkCols(dtype) columns. Rows are padded to 16, columns to 256 (kColumnGrain), with
-// zeros. A packed chunk has exactly the bytes of its GGUF blocks. Within a chunk "lane" is 4g + t
-// (g = 0..7, t = 0..3) of a warp; rows g and g+8 belong to it. "word" is a little-endian u32.
+// zeros. A packed chunk has as many bytes as its GGUF blocks (IQ2_XXS: 64 more). Within a chunk
+// "lane" is 4g + t (g = 0..7, t = 0..3) of a warp; rows g and g+8 belong to it. "word" is a
+// little-endian u32.
 //
 //  Q8_0, 256 columns, 4352 B. Step s = 0..7 (32 columns) at 512 s, lane's 16 B: word 0 = row g,
 //    columns 32s+8t+0..3 as int8; word 1 = row g+8, the same; word 2 = row g, columns +4..7;
@@ -20,10 +21,12 @@
 //    s = 4u + i (32 columns, two sub-blocks of 16): byte j holds bits 0-1 row g column 32s+8t+j,
 //    bits 2-3 row g column +4+j, bits 4-5 row g+8 column +j, bits 6-7 row g+8 column +4+j.
 //    At 1024 + 16 r: row r's 16 scale bytes; at 1280 + 4 r: its f16 d, f16 dmin.
-//  IQ2_XXS, 256 columns, 1056 B. Unit u = 0, 1 (128 columns) at 512 u, lane's 16 B: word i = step
-//    s = 4u + i: bits 0-7 grid index of row g, columns 32s+8t..+7, bits 8-14 its 7-bit sign code,
-//    bit 15 = bit i of the 4-bit scale of (row g, step 4u + t); bits 16-23, 24-30, 31 the same of
-//    row g+8. At 1024 + 2 r: row r's f16 d.
+//  IQ2_XXS, 256 columns, 1120 B. Unit u = 0, 1 (128 columns) at 512 u, lane's 16 B: words 2h, 2h+1
+//    (h = 0, 1) have four octets, k = 0..3: row g + 8 (k mod 2), step s = 4u + 2h + k / 2, columns
+//    32s+8t..+7. Byte k of word 2h: the octet's grid index; bit 4j + k of word 2h+1: whether its
+//    column j is negative (the eighth sign too, which the file leaves to parity). At 1024 + 2 lane:
+//    four scales of 4 bits, the lowest first: (row g, step t), (row g+8, step t), (row g, step
+//    4+t), (row g+8, step 4+t). At 1088 + 4 g: f16 d of row g, f16 d of row g+8.
 //  F16, BF16, 128 columns, 4096 B. Unit u = 0..7 (16 columns) at 512 u, lane's 16 B: word 0 = row g
 //    columns 16u+4t, +1; word 1 = row g+8, the same; word 2 = row g columns 16u+4t+2, +3; word 3 =
 //    row g+8, the same.
@@ -77,7 +80,7 @@ constexpr int ChunkBytes(DType dtype) {
     case DType::kQ2_K:
       return 1344;
     case DType::kIQ2_XXS:
-      return 1056;
+      return 1120;
     case DType::kF16:
     case DType::kBF16:
     case DType::kF32:

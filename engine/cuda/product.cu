@@ -345,18 +345,16 @@ struct PlainRow {
   __device__ int Q2Scale(int c) const { return At(1024 + 16 * row + c / 16); }
 
   __device__ int IqSigned(int c) const {
-    const int64_t half = Lane(c / 128, c % 32 / 8) + 4 * (c / 32 % 4) + 2 * High();
-    const int magnitude = 0x002b1908 >> (8 * (Codes()[At(half)] >> (2 * (c % 8)) & 3)) & 255;
-    const int seven = At(half + 1) & 127;
-    const int signs = seven | (__popc(static_cast<unsigned>(seven)) & 1) << 7;
-    return (signs >> (c % 8) & 1) != 0 ? -magnitude : magnitude;
+    const int step = c / 32;
+    const int64_t words = Lane(step / 4, c % 32 / 8) + 8 * (step % 4 / 2);
+    const int octet = step % 2 * 2 + High();
+    const int magnitude =
+        0x002b1908 >> (8 * (Codes()[At(words + octet)] >> (2 * (c % 8)) & 3)) & 255;
+    const int negative = At(words + 4 + c % 8 / 2) >> (4 * (c % 2) + octet) & 1;
+    return negative != 0 ? -magnitude : magnitude;
   }
   __device__ int IqScale(int s) const {
-    int bits = 0;
-    for (int i = 0; i < 4; ++i) {
-      bits |= At(Lane(s / 4, s % 4) + 4 * i + 2 * High() + 1) >> 7 << i;
-    }
-    return bits;
+    return At(1024 + 2 * (row % 8 * 4 + s % 4) + s / 4) >> (4 * High()) & 15;
   }
 
  private:
@@ -399,7 +397,7 @@ __device__ float PlainScale(DType dtype, const PlainRow& w, int s) {
     case DType::kQ2_K:
       return HalfToFloat(w.HalfAt(1280 + 4 * w.row));
     default:
-      return HalfToFloat(w.HalfAt(1024 + 2 * w.row)) * 0.25f *
+      return HalfToFloat(w.HalfAt(1088 + 4 * (w.row % 8) + 2 * w.High())) * 0.25f *
              (static_cast<float>(w.IqScale(s)) + 0.5f);
   }
 }
