@@ -6,15 +6,14 @@
 // by rising expert, so each row meets its experts in the right order. Sums of (lane, row, output)
 // stay in shared memory, which holds kDownRows rows; more rows are more blocks.
 //
-// Lanes of at most 256 columns, in the usual formats, have kernels of their own
-// (experts_ring.cuh): at most two blocks an SM, which take one set of row tiles after the other
-// while their rings go on filling. They read the routing before they wait for the kernel ahead of
-// them: that is ExpertsUp, which lets this one start only when it has seen the routing itself.
+// Lanes of at most 256 columns, in the usual formats, have kernels of their own: experts_down.cuh.
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 
 #include "engine/base/check.h"
 #include "engine/comm/lane_tree.h"
-#include "engine/cuda/experts_ring.cuh"
+#include "engine/cuda/experts_down.cuh"
 
 namespace ds4::cuda {
 namespace {
@@ -22,31 +21,9 @@ namespace {
 constexpr int kDownRows = 64;
 constexpr int kMaxDownLanes = 16;
 constexpr int kMaxDownWarps = 16;
-constexpr int kMaxSubtrees = 8;
 constexpr int kMaxDownRing = 24 * 1024;
 // Floats between the rows of the sums: spreads rows over the banks of shared memory.
 constexpr int kSumStride = 20;
-
-struct DownKernelJob {
-  MatrixShape shapes[2];  // routed, shared
-  ActivationView hidden, shared_hidden;
-  Routing routing;
-  int used;
-  int max_groups;
-  int rows;
-  int cols;  // outputs, D
-  int lanes;
-  int tiles;        // row tiles of a block
-  int sum_rows;     // rows of a block, a multiple of 8
-  int table_bytes;  // of IQ2_XXS, or 0
-  int rows_at;      // shared memory: tables, sums, rows of x, rings
-  int fixed_bytes;  // of all but the rings
-  int ring_bytes;   // of one warp
-  float* roots;
-  int num_subtrees;
-  int subtree_begin[kMaxSubtrees];  // first lane, of this rank's
-  int subtree_size[kMaxSubtrees];
-};
 
 // What a warp multiplies in turn: the shared expert for each 8 rows, then the groups.
 struct DownSource {
@@ -119,36 +96,6 @@ __device__ __forceinline__ void MultiplyUnit(const MatrixShape& w, Stream& strea
   }
 }
 
-// Rows first_row.. of the shared product begin the sums.
-__device__ __forceinline__ void StoreSums(const float (&total)[4], int row, float* sums) {
-  const int lane = LaneId();
-  float* to = sums + (row + lane % 4 * 2) * kSumStride + lane / 4;
-  to[0] = total[0];
-  to[kSumStride] = total[1];
-  to[8] = total[2];
-  to[kSumStride + 8] = total[3];
-}
-
-// Adds column j of the group to the sums of row x_row[j] (-1: not of this block). A table of ids
-// may name an expert twice for one row; `twice` then adds column after column.
-__device__ __forceinline__ void AddSums(const float (&total)[4], const int (&x_row)[2], bool twice,
-                                        float* sums) {
-  const int lane = LaneId();
-  const int turns = twice ? 4 : 1;
-  for (int turn = 0; turn < turns; ++turn) {
-    if (!twice || lane % 4 == turn) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (x_row[i] < 0) continue;
-        float* to = sums + x_row[i] * kSumStride + lane / 4;
-        to[0] += total[i];
-        to[8] += total[2 + i];
-      }
-    }
-    __syncwarp();
-  }
-}
-
 // The sum of `size` lanes in the order of the tree; size a power of two, at most kMaxDownLanes.
 __device__ __forceinline__ float SubtreeSum(const float* sums, int64_t stride, int size) {
   float level[5];  // level[i]: a finished subtree of 2^i lanes that waits for its right neighbour
@@ -182,7 +129,7 @@ __device__ __forceinline__ void SumRows(const DownKernelJob& job, Stream& stream
     __syncwarp();
     MultiplyUnit<kFloats>(job.shapes[1], stream, job.shared_hidden, lane_block, x_rows, count,
                           tables, total);
-    StoreSums(total, begin, sums);
+    StoreSums<kSumStride>(total, begin, sums);
   }
   // What a group needs is loaded one group ahead, and its place in `pairs` two.
   const Routing& routing = job.routing;
@@ -216,7 +163,7 @@ __device__ __forceinline__ void SumRows(const DownKernelJob& job, Stream& stream
     __syncwarp();
     MultiplyUnit<kFloats>(job.shapes[0], stream, job.hidden, lane_block, x_rows, this_count, tables,
                           total);
-    AddSums(total, x_row, twice, sums);
+    AddSums<kSumStride>(total, x_row, twice, sums);
   }
 }
 
@@ -343,259 +290,6 @@ __global__ void __launch_bounds__(kMaxDownWarps* kWarpSize, 1)
 
 // ---- The fast path.
 
-constexpr int kFastWarps = 8;
-// With one row of x a warp's part is short: most of it is asked for before the wait.
-template <bool kOneRow>
-inline constexpr int kSlots = kOneRow ? 6 : kRingSlots;
-
-// The parts of one warp: for each of its row tiles the shared expert for each 8 rows, then the
-// groups.
-struct FastSource {
-  const DownKernelJob& job;
-  int lane;  // of the rank's lanes
-  int shared_units;
-  int units;     // of a row tile
-  int row_tile;  // of the next unit
-  int unit = 0;
-  int own_expert = 0;  // thread i: of group 32 n + i
-
-  __device__ __forceinline__ bool Next(SlicePart& part) {
-    if (unit == units) {
-      unit = 0;
-      row_tile += static_cast<int>(gridDim.x) * job.tiles;
-    }
-    if (row_tile >= job.shapes[0].row_tiles) return false;
-    part.shared = unit < shared_units;
-    part.columns = 1;
-    int64_t matrix = lane;
-    if (!part.shared) {
-      const int group = unit - shared_units;
-      if (group % kWarpSize == 0 && group + LaneId() < job.max_groups) {
-        own_expert = job.routing.group_expert[group + LaneId()];
-      }
-      matrix += int64_t{__shfl_sync(kFullMask, own_expert, group % kWarpSize)} * job.lanes;
-    }
-    const MatrixShape& w = job.shapes[part.shared ? 1 : 0];
-    part.at = w.data + matrix * w.matrix_bytes + int64_t{row_tile} * w.tile_bytes;
-    ++unit;
-    return true;
-  }
-};
-
-// One row tile for one row of x: the shared product, then the groups'. first, size: of group i in
-// thread i; one row has no more than kMaxExpertsUsed.
-template <DType kType, class Ring>
-__device__ __forceinline__ float2 SumRow(const DownKernelJob& job, Ring& ring, int block,
-                                         int num_groups, int first, int size,
-                                         const LaneTables& tables) {
-  OwnRows<1, 2> next;
-  next.Load(job.shared_hidden, {0}, block, 1);
-  float sum[1][2] = {};
-#pragma unroll 1
-  for (int unit = 0; unit <= num_groups; ++unit) {
-    const OwnRows<1, 2> x = next;
-    if (unit < num_groups) {
-      next.Load(job.hidden, {__shfl_sync(kFullMask, first, unit)}, block, 1);
-    }
-    if (unit == 0) {
-      DotOwn<DType::kQ8_0>(ring, x, tables, sum);
-      continue;
-    }
-    float product[1][2];
-    DotOwn<kType>(ring, x, tables, product);
-    // A table of ids may name an expert twice.
-    const int times = __shfl_sync(kFullMask, size, unit - 1);
-    for (int i = 0; i < times; ++i) {
-      sum[0][0] += product[0][0];
-      sum[0][1] += product[0][1];
-    }
-  }
-  return make_float2(sum[0][0], sum[0][1]);
-}
-
-// x of a group whose rows stand together: `first` and the next, count of them.
-__device__ __forceinline__ void LoadTogether(const ActivationView& x, int block, int first,
-                                             int count, BlockX<2>& to) {
-  const int lane = LaneId();
-  const int tiles = TilesOf(x);
-  const int row = first + min(lane / 4, count - 1);
-  const int even = first + min(lane % 4 * 2, count - 1);
-  const int odd = first + min(lane % 4 * 2 + 1, count - 1);
-  const uint64_t* q = x.q + (block * tiles + row / 8) * 32 + row % 8 * 4 + lane % 4;
-  const float* scale = x.scale + block * (8 * tiles);
-#pragma unroll
-  for (int s = 0; s < 8; ++s) {
-    to.q[s] = *q;
-    to.scale[s][0] = scale[even];
-    to.scale[s][1] = scale[odd];
-    q += 32 * tiles;
-    scale += 8 * tiles;
-  }
-}
-
-// Adds the products of one row of a group.
-__device__ __forceinline__ void AddRow(const float (&product)[2], int row, int num_rows,
-                                       float* sums) {
-  if (LaneId() % 4 != 0 || row < 0 || row >= num_rows) return;
-  float* to = sums + row * kSumStride + LaneId() / 4;
-  to[0] += product[0];
-  to[8] += product[1];
-}
-
-// One row tile for rows first_row .. of x: `sums` [rows][kSumStride] of the warp. What a unit reads
-// is asked for one unit ahead, a group's place in `pairs` two.
-template <DType kType, class Ring>
-__device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, int block,
-                                          int first_row, int num_rows, int num_groups,
-                                          const LaneTables& tables, float* sums) {
-  const Routing& routing = job.routing;
-  const int shared_units = (num_rows + kGroupPairs - 1) / kGroupPairs;
-  const int units = shared_units + num_groups;
-  const int column = LaneId() % kGroupPairs;
-  OwnRows<2, 2> next_pair_x = {};
-  int count = 0, pair = 0, first = 0;
-  int next_count = 0, next_pair = 0, next_first = 0;
-  int far_first = num_groups > 0 ? routing.group_first[0] : 0;
-  int far_count = num_groups > 0 ? routing.group_size[0] : 0;
-#pragma unroll 1
-  for (int unit = 0; unit < units; ++unit) {
-    const OwnRows<2, 2> pair_x = next_pair_x;
-    count = next_count;
-    pair = next_pair;
-    first = next_first;
-    const int next_group = unit + 1 - shared_units;
-    if (next_group >= 0 && next_group < num_groups) {
-      if (far_count <= 2) {
-        next_pair_x.Load(job.hidden, {far_first, far_first + far_count - 1}, block, 1);
-      }
-      next_first = far_first;
-      next_count = far_count;
-      next_pair = routing.pairs[far_first + min(column, far_count - 1)];
-      if (next_group + 1 < num_groups) {
-        far_first = routing.group_first[next_group + 1];
-        far_count = routing.group_size[next_group + 1];
-      }
-    }
-    float total[4];
-    if (unit < shared_units) {
-      const int begin = unit * kGroupPairs;
-      const auto load = [&](int, BlockX<2>& x) {
-        LoadTogether(job.shared_hidden, block, first_row + begin,
-                     min(kGroupPairs, num_rows - begin), x);
-      };
-      DotGroup<DType::kQ8_0>(ring, load, 1, tables, total);
-      StoreSums(total, unit * kGroupPairs, sums);
-      __syncwarp();
-      continue;
-    }
-    const int row = pair / job.used - first_row;
-    if (count == 1) {
-      float product[1][2];
-      DotOwn<kType>(ring, pair_x.First(), tables, product);
-      AddRow(product[0], __shfl_sync(kFullMask, row, 0), num_rows, sums);
-      __syncwarp();
-      continue;
-    }
-    if (count == 2) {
-      float product[2][2];
-      DotOwn<kType>(ring, pair_x, tables, product);
-      // One after the other: they may be the same row.
-      AddRow(product[0], __shfl_sync(kFullMask, row, 0), num_rows, sums);
-      AddRow(product[1], __shfl_sync(kFullMask, row, 1), num_rows, sums);
-      __syncwarp();
-      continue;
-    }
-    const auto load = [&](int, BlockX<2>& x) { LoadTogether(job.hidden, block, first, count, x); };
-    DotGroup<kType>(ring, load, 1, tables, total);
-    const bool mine = column < count && row >= 0 && row < num_rows;
-    const int left = __shfl_sync(kFullMask, row, max(column - 1, 0));
-    const bool twice = __ballot_sync(kFullMask, column > 0 && column < count && left == row) != 0;
-    const int row_or_none = mine ? row : -1;
-    const int x_row[2] = {__shfl_sync(kFullMask, row_or_none, LaneId() % 4 * 2),
-                          __shfl_sync(kFullMask, row_or_none, LaneId() % 4 * 2 + 1)};
-    AddSums(total, x_row, twice, sums);
-  }
-}
-
-// Subtree roots of the block's row tiles from the sums of its warps, [rows][stride] each.
-__device__ __forceinline__ void StoreRoots(const DownKernelJob& job, int first_tile, int first_row,
-                                           int num_rows, const float* sums, int stride) {
-  const int outputs = job.tiles * kTileRows;
-  const int warp_sums = job.sum_rows * stride;
-  for (int i = static_cast<int>(threadIdx.x); i < num_rows * outputs;
-       i += static_cast<int>(blockDim.x)) {
-    const int row = i / outputs;
-    const int tile = i % outputs / kTileRows;
-    const int output = first_tile * kTileRows + i % outputs;
-    if (output >= job.cols) continue;
-    const float* lanes = sums + tile * job.lanes * warp_sums + row * stride + i % kTileRows;
-    for (int s = 0; s < job.num_subtrees; ++s) {
-      const float root =
-          SubtreeSum(lanes + job.subtree_begin[s] * warp_sums, warp_sums, job.subtree_size[s]);
-      job.roots[(int64_t{s} * job.rows + first_row + row) * job.cols + output] = root;
-    }
-  }
-}
-
-// kType: of the routed experts; the shared one has Q8_0.
-template <DType kType, bool kOneRow>
-__global__ void __launch_bounds__(kFastWarps* kWarpSize, kBlocksAnSm)
-    FastDownKernel(const __grid_constant__ DownKernelJob job) {
-  LaunchDependents();
-  DS4_DYNAMIC_SHARED(memory);
-  const LaneTables tables(memory);  // none of the types here looks anything up
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  const int lane = warp % job.lanes;
-  const int own_tile = warp / job.lanes;
-  const int first_row = static_cast<int>(blockIdx.y) * job.sum_rows;
-  const int num_rows = min(job.sum_rows, job.rows - first_row);
-  const int shared_units = (num_rows + kGroupPairs - 1) / kGroupPairs;
-  // Before the wait: see above. The acquire makes sure that nothing of an earlier layer's routing
-  // is read from L1.
-  const int num_groups = static_cast<int>(
-      LoadAcquireSystem(reinterpret_cast<const uint32_t*>(job.routing.num_groups)));
-  const int block = lane * (kColumnGrain / 32);
-  float* sums = reinterpret_cast<float*>(memory);
-  constexpr int kStride = kOneRow ? kTileRows : kSumStride;
-  const int buffer = static_cast<int>(blockDim.x) / kWarpSize * job.sum_rows * kStride;
-
-  int tile = static_cast<int>(blockIdx.x) * job.tiles;
-  ExpertRing<kType, 1, kSlots<kOneRow>, FastSource> ring = {
-      memory + job.fixed_bytes + warp * job.ring_bytes,
-      FastSource{job, lane, shared_units, shared_units + num_groups, tile + own_tile}};
-  ring.Begin();
-  ring.EndBegin();
-  int first = 0, size = 0;
-  if (kOneRow && LaneId() < num_groups) {
-    first = job.routing.group_first[LaneId()];
-    size = job.routing.group_size[LaneId()];
-  }
-  GridDependencyWait();
-
-  int turn = 0;
-  for (; tile < job.shapes[0].row_tiles; tile += static_cast<int>(gridDim.x) * job.tiles) {
-    float* own = sums + turn * buffer + warp * job.sum_rows * kStride;
-    if (tile + own_tile < job.shapes[0].row_tiles) {
-      if constexpr (kOneRow) {
-        const float2 sum = SumRow<kType>(job, ring, block, num_groups, first, size, tables);
-        if (LaneId() % 4 == 0) {
-          own[LaneId() / 4] = sum.x;
-          own[LaneId() / 4 + 8] = sum.y;
-        }
-      } else {
-        SumGroups<kType>(job, ring, block, first_row, num_rows, num_groups, tables, own);
-      }
-    }
-    __syncthreads();
-    StoreRoots(job, tile, first_row, num_rows, sums + turn * buffer, kStride);
-    if constexpr (kOneRow) {
-      turn ^= 1;  // the next sums go to the other buffer
-    } else {
-      __syncthreads();
-    }
-  }
-}
-
 using DownKernel = void (*)(DownKernelJob);
 
 template <DType kType>
@@ -622,17 +316,29 @@ DownKernel ChooseFast(const DownKernelJob& k, bool one_row) {
   }
 }
 
-void LaunchFast(const LaunchContext& launch, DownKernelJob& k, DownKernel kernel, bool one_row) {
-  k.tiles = kFastWarps / k.lanes;
-  const int warps = k.lanes * k.tiles;
-  if (one_row) k.sum_rows = 1;
-  const int row_floats = one_row ? 2 * kTileRows : kSumStride;
-  const int sum_bytes = warps * k.sum_rows * row_floats * 4;
-  k.fixed_bytes = (sum_bytes + kRingGrain - 1) / kRingGrain * kRingGrain;
-  k.ring_bytes = (one_row ? kSlots<true> : kSlots<false>)*SlotBytesOf(k.shapes[0].dtype, 1);
+template <bool kOneRow>
+void LaunchFast(const LaunchContext& launch, DownKernelJob& k, DownKernel kernel) {
+  const int tile_groups = std::bit_floor(static_cast<unsigned>(kFastWarps / k.lanes));
+  const int warps = k.lanes * tile_groups;
+  k.tiles = tile_groups * kTiles<kOneRow>;
+  k.output_bits = std::countr_zero(static_cast<unsigned>(k.tiles * kTileRows));
+  const int64_t expert_bytes = k.lanes * k.shapes[0].matrix_bytes;
+  CHECK(expert_bytes <= INT32_MAX) << expert_bytes << " bytes of one expert";
+  k.expert_bytes = static_cast<int>(expert_bytes);
+  k.ring_bytes = kSlots<kOneRow> * TileSlotOf(k.shapes[0].dtype, kTiles<kOneRow>);
+  const int list_bytes = kOneRow ? 0 : k.max_groups * int{sizeof(GroupEntry)} + 2 * k.rows * k.used;
+  if (kOneRow) k.sum_rows = 1;
+  // Where the rings have no room, a block sums fewer rows.
+  int shared = 0;
+  for (;; k.sum_rows -= kGroupPairs) {
+    k.lists_at = warps * k.sum_rows * kRowSums<kOneRow> * (kOneRow ? 2 : 1) * 4;
+    k.fixed_bytes = (k.lists_at + list_bytes + kRingGrain - 1) / kRingGrain * kRingGrain;
+    shared = k.fixed_bytes + warps * k.ring_bytes;
+    if (shared <= kMaxSharedBytes || k.sum_rows <= kGroupPairs) break;
+  }
+  CHECK(shared <= kMaxSharedBytes) << shared << " bytes for the routing of " << k.rows << " rows";
   const int tile_sets = (k.shapes[0].row_tiles + k.tiles - 1) / k.tiles;
-  const int shared = k.fixed_bytes + warps * k.ring_bytes;
-  const int blocks = launch.num_sms * BlocksAnSm(shared);
+  const int blocks = launch.num_sms * (kOneRow ? BlocksAnSm(shared) : 1);
   const dim3 grid(std::min(blocks, tile_sets), (k.rows + k.sum_rows - 1) / k.sum_rows);
   Launch(launch, grid, dim3(warps * kWarpSize), shared, kernel, k);
 }
@@ -687,7 +393,7 @@ void LaunchExpertsDown(const LaunchContext& launch, const ExpertsDown& job, cons
   }
 
   if (DownKernel fast = ChooseFast(k, rows == 1)) {
-    LaunchFast(launch, k, fast, rows == 1);
+    rows == 1 ? LaunchFast<true>(launch, k, fast) : LaunchFast<false>(launch, k, fast);
     return;
   }
   const int warps = k.lanes * k.tiles;

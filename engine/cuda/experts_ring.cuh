@@ -299,45 +299,6 @@ __device__ __forceinline__ void AddUnits(Decoder& decoder, const RowsX<kRows>& x
   }
 }
 
-// Q2_K has a scale and a minimum for each 16 columns, half a step. Its rows of x stand in columns
-// 2i (first halves of steps 4u + i) and 2i + 1 (second halves), so that lane 4g + t is left with
-// the sums of both halves of its step before they are scaled: codes need no multiplication one by
-// one. Minima only meet the sums of x. All of that is exact, so the order of additions is as above.
-template <int kRows>
-struct HalvesX {
-  uint64_t q[kRows][8];   // of step s, in the lanes that give columns 2 (s mod 4), + 1
-  int sums[kRows][2][2];  // of x in both halves of step 4u + t
-  float scale[2][kRows];  // of step 4u + t
-
-  __device__ __forceinline__ explicit HalvesX(const OwnRows<kRows, 2>& own) {
-    const int g = LaneId() / 4;
-    const bool in_half = g % 2 == LaneId() % 4 / 2;
-#pragma unroll
-    for (int u = 0; u < 2; ++u) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        uint64_t values = own.q[u];
-        if constexpr (kRows == 2) {
-          // The neighbour 4 lanes away has the other row.
-          const uint32_t low = __shfl_xor_sync(kFullMask, static_cast<uint32_t>(values), 4);
-          const uint32_t high = __shfl_xor_sync(kFullMask, static_cast<uint32_t>(values >> 32), 4);
-          if (g % 2 != r) values = uint64_t{high} << 32 | low;
-        }
-        if (!in_half) values = 0;
-        constexpr uint32_t kOnes[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
-        const uint32_t b[2] = {static_cast<uint32_t>(values), static_cast<uint32_t>(values >> 32)};
-        int totals[4] = {};
-        MmaS8(totals, kOnes, b);
-        sums[r][u][0] = totals[0];
-        sums[r][u][1] = totals[1];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) q[r][4 * u + i] = g / 2 == i ? values : 0;
-        scale[u][r] = own.scale[u][r];
-      }
-    }
-  }
-};
-
 // The sums of all steps over the four lanes of a weight row.
 template <int kRows>
 __device__ __forceinline__ void SumOverLanes(float (&sum)[kRows][2]) {
@@ -349,59 +310,6 @@ __device__ __forceinline__ void SumOverLanes(float (&sum)[kRows][2]) {
       sum[r][i] += __shfl_xor_sync(kFullMask, sum[r][i], 2);
     }
   }
-}
-
-// DotPart of one chunk of Q2_K.
-template <int kRows, class Ring>
-__device__ __forceinline__ void DotHalves(Ring& ring, const HalvesX<kRows>& x,
-                                          float (&sum)[kRows][2]) {
-  const int lane = LaneId();
-  const std::byte* chunk = ring.Wait();
-  const std::byte* bytes = chunk + 1024 + 16 * (lane / 4) + 2 * (lane % 4);
-  float2 d[2];
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    d[k] =
-        Half2ToFloat2(*reinterpret_cast<const uint32_t*>(chunk + 1280 + 4 * (lane / 4) + 32 * k));
-  }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = 0.0f;
-#pragma unroll
-  for (int u = 0; u < 2; ++u) {
-    const uint4 unit = Load16(chunk + 512 * u + 16 * lane);
-    int products[kRows][4] = {};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // Codes of row g + 8 stay where they are, 16 times as large.
-      const uint32_t word = Word(unit, i);
-      const uint32_t next = word >> 2;
-      const uint32_t a[4] = {word & 0x03030303u, word & 0x30303030u, next & 0x03030303u,
-                             next & 0x30303030u};
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const uint64_t q = x.q[r][4 * u + i];
-        const uint32_t b[2] = {static_cast<uint32_t>(q), static_cast<uint32_t>(q >> 32)};
-        MmaS8(products[r], a, b);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const int pair = *reinterpret_cast<const uint16_t*>(bytes + 128 * k + 8 * u);
-      const int scales[2] = {pair & 15, pair >> 8 & 15};
-      const int minima[2] = {pair >> 4 & 15, pair >> 12};
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int product = scales[0] * products[r][2 * k] + scales[1] * products[r][2 * k + 1];
-        const int minimum = minima[0] * x.sums[r][u][0] + minima[1] * x.sums[r][u][1];
-        const float dx = x.scale[u][r];
-        sum[r][k] =
-            fmaf(d[k].x * dx, SumToFloat(kSumBase + (k == 0 ? product : product >> 4)), sum[r][k]);
-        sum[r][k] = fmaf(-d[k].y * dx, SumToFloat(kSumBase + minimum), sum[r][k]);
-      }
-    }
-  }
-  ring.Release();
-  SumOverLanes(sum);
 }
 
 // Weight rows g, g + 8 of one slice part for each row of x, in every lane of g. kType: of the part.
@@ -430,19 +338,6 @@ __device__ __forceinline__ void DotPart(Ring& ring, const RowsX<kRows>& x, int c
     }
   }
   SumOverLanes(sum);
-}
-
-// DotPart of 256 columns, for rows as OwnRows has loaded them.
-template <DType kType, int kRows, class Ring>
-__device__ __forceinline__ void DotOwn(Ring& ring, const OwnRows<kRows, 2>& own,
-                                       const LaneTables& tables, float (&sum)[kRows][2]) {
-  if constexpr (kType == DType::kQ2_K) {
-    DotHalves(ring, HalvesX<kRows>(own), sum);
-  } else {
-    RowsX<kRows> x = {};
-    own.SpreadTo(x);
-    DotPart<kType>(ring, x, 1, tables, sum);
-  }
 }
 
 // ---- A group of up to 8 rows of x.

@@ -226,6 +226,17 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   }
   return result;
 }
+// c + the two int16 of a times two int8 of b: the lower two, the upper two.
+inline int __dp2a_lo(int a, int b, int c) {
+  const auto int8 = [b](int i) { return static_cast<int>(static_cast<int8_t>(b >> (8 * i))); };
+  return c + static_cast<int16_t>(a) * int8(0) + static_cast<int16_t>(a >> 16) * int8(1);
+}
+inline int __dp2a_hi(int a, int b, int c) { return __dp2a_lo(a, b >> 16, c); }
+// Past L1.
+template <typename T>
+T __ldcg(const T* address) {
+  return *address;
+}
 inline int __float_as_int(float value) { return std::bit_cast<int>(value); }
 inline float __int_as_float(int value) { return std::bit_cast<float>(value); }
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }

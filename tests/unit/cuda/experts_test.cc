@@ -352,6 +352,33 @@ TEST(ExpertsTest, MoreRowsThanABlockHolds) {
             70, Spread::kEven);
 }
 
+// The same where a warp takes row tiles in twos, and the last of three stands alone.
+TEST(ExpertsTest, MoreRowsThanABlockHoldsAndAnOddRowTile) {
+  for (DType type : {DType::kQ2_K, DType::kQ8_0}) {
+    SCOPED_TRACE(Info(type).name);
+    const Shape shape = {.down_type = type,
+                         .shared_type = DType::kQ8_0,
+                         .hidden = 40,
+                         .lanes = 3,
+                         .lane_begin = 3,
+                         .lane_cols = 256,
+                         .num_experts = 40};
+    TestDevice device;
+    Model m;
+    m.shape = shape;
+    m.down =
+        MakeMatrix(device, type, shape.num_experts * shape.lanes, shape.hidden, shape.lane_cols, 1);
+    m.shared_down = MakeMatrix(device, DType::kQ8_0, shape.lanes, shape.hidden, shape.lane_cols, 2);
+    for (int rows : {1, 66}) {
+      const Batch batch = RandomBatch(device, shape, rows, Spread::kEven);
+      const HostActivation hidden =
+          RandomActivation(rows * shape.used, shape.lanes, shape.lane_cols, 3);
+      const HostActivation shared = RandomActivation(rows, shape.lanes, shape.lane_cols, 4);
+      CheckRoots(m, hidden, shared, batch, RunDown(device, m, hidden, shared, batch));
+    }
+  }
+}
+
 // Lanes narrower than a block of int8, columns and rows that fill no chunk or tile.
 TEST(ExpertsTest, TinyShapes) {
   for (int rows : {1, 3}) {
@@ -398,13 +425,7 @@ TEST(ExpertsTest, LanesOfOneRank) {
 }
 
 // A table of ids may name one expert twice for a row.
-TEST(ExpertsTest, AnExpertNamedTwice) {
-  const Shape shape = {.up_type = DType::kQ8_0,
-                       .down_type = DType::kQ8_0,
-                       .shared_type = DType::kQ8_0,
-                       .hidden = 64,
-                       .lanes = 1,
-                       .used = 4};
+void CheckNamedTwice(const Shape& shape) {
   TestDevice device;
   const Model m = MakeModel(device, shape);
   const std::vector<std::vector<int32_t>> tables = {
@@ -421,6 +442,19 @@ TEST(ExpertsTest, AnExpertNamedTwice) {
       CheckRoots(m, up.out, up.shared_out, batch, RunDown(device, m, up.out, up.shared_out, batch));
     }
   }
+}
+
+TEST(ExpertsTest, AnExpertNamedTwice) {
+  Shape shape = {.up_type = DType::kQ8_0,
+                 .down_type = DType::kQ8_0,
+                 .shared_type = DType::kQ8_0,
+                 .hidden = 64,
+                 .lanes = 1,
+                 .used = 4};
+  CheckNamedTwice(shape);
+  shape.down_type = DType::kQ2_K;
+  shape.lane_cols = 256;
+  CheckNamedTwice(shape);
 }
 
 // Bits of a row are its own: alone, among others, on devices of other sizes.
@@ -468,6 +502,13 @@ TEST(ExpertsTest, ARowHasTheSameBitsAloneAndAmongOthers) {
                          .lane_cols = 256};
   CheckAlone(two_bit, 9, Spread::kEven);
   CheckAlone(two_bit, 9, Spread::kAllAlike);
+  // Groups of one, two and three rows, in two row tiles of a warp or one.
+  Shape whole_rank = two_bit;
+  whole_rank.hidden = 768;
+  whole_rank.lanes = 8;
+  whole_rank.num_experts = 9;
+  whole_rank.used = 3;
+  CheckAlone(whole_rank, 4, Spread::kEven);
   for (DType type : {DType::kQ4_K, DType::kMXFP4, DType::kQ8_0}) {
     CheckAlone({.up_type = type,
                 .down_type = type,

@@ -70,6 +70,10 @@ __global__ void IntegersKernel(const uint32_t* a, const uint32_t* b, int count, 
   row[7] = static_cast<uint32_t>(min(signed_a, signed_b));
   row[8] = static_cast<uint32_t>(max(signed_a, signed_b));
   row[9] = __float_as_uint(__uint_as_float(a[i] & 0xff7fffffu));
+  // Sums of two products of 16 and 8 bits have room in 32.
+  row[10] = static_cast<uint32_t>(__dp2a_lo(signed_a, signed_b, i));
+  row[11] = static_cast<uint32_t>(__dp2a_hi(signed_a, signed_b, -i));
+  row[12] = __ldcg(a + i);
 }
 
 // The 4-byte word of row `row`, elements from `column` on.

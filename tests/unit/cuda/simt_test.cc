@@ -134,6 +134,9 @@ uint32_t BytePerm(uint32_t x, uint32_t y, uint32_t selector) {
   return result;
 }
 
+int Int8(uint32_t word, int i) { return static_cast<int8_t>(word >> (8 * i)); }
+int Int16(uint32_t word, int i) { return static_cast<int16_t>(word >> (16 * i)); }
+
 TEST_F(SimtTest, Integers) {
   std::mt19937 random(1);
   std::vector<uint32_t> a = {0, 1, 0x80000000u, 0xffffffffu, 0x7fffffffu, 0x00010000u};
@@ -160,6 +163,11 @@ TEST_F(SimtTest, Integers) {
         static_cast<uint32_t>(std::min(sa, sb)),
         static_cast<uint32_t>(std::max(sa, sb)),
         a[i] & 0xff7fffffu,
+        static_cast<uint32_t>(static_cast<int>(i) + Int16(a[i], 0) * Int8(b[i], 0) +
+                              Int16(a[i], 1) * Int8(b[i], 1)),
+        static_cast<uint32_t>(-static_cast<int>(i) + Int16(a[i], 0) * Int8(b[i], 2) +
+                              Int16(a[i], 1) * Int8(b[i], 3)),
+        a[i],
     };
     const std::vector<uint32_t> row(got.begin() + static_cast<ptrdiff_t>(i) * kIntegerResults,
                                     got.begin() + static_cast<ptrdiff_t>(i + 1) * kIntegerResults);

@@ -1,0 +1,385 @@
+// The fast path of LaunchExpertsDown: lanes of at most 256 columns in the formats that models come
+// in. Blocks of 8 warps stay on their SMs and take one set of row tiles after the other while their
+// rings go on filling; a warp has one lane and kTiles row tiles of each set.
+//
+// They read the routing before they wait for the kernel ahead of them: that is ExpertsUp, which
+// lets this one start only when it has seen the routing itself.
+#pragma once
+
+#include <type_traits>
+
+#include "engine/cuda/experts_tiles.cuh"
+
+namespace ds4::cuda {
+
+inline constexpr int kMaxSubtrees = 8;
+
+struct DownKernelJob {
+  MatrixShape shapes[2];  // routed, shared
+  ActivationView hidden, shared_hidden;
+  Routing routing;
+  int used;
+  int max_groups;
+  int rows;
+  int cols;  // outputs, D
+  int lanes;
+  int tiles;        // row tiles of a block
+  int sum_rows;     // rows of a block, a multiple of 8
+  int table_bytes;  // of IQ2_XXS, or 0
+  int rows_at;      // shared memory: tables, sums, rows of x, rings
+  int fixed_bytes;  // of all but the rings
+  int ring_bytes;   // of one warp
+  // Only on the fast path.
+  int lists_at;      // shared memory: sums, routing, rings
+  int expert_bytes;  // from a lane of an expert to the same of the next
+  int output_bits;   // a block has 2^output_bits outputs
+  float* roots;
+  int num_subtrees;
+  int subtree_begin[kMaxSubtrees];  // first lane, of this rank's
+  int subtree_size[kMaxSubtrees];
+};
+
+// Rows first_row.. of the shared product begin the sums.
+template <int kStride>
+__device__ __forceinline__ void StoreSums(const float (&total)[4], int row, float* sums) {
+  const int lane = LaneId();
+  float* to = sums + (row + lane % 4 * 2) * kStride + lane / 4;
+  to[0] = total[0];
+  to[kStride] = total[1];
+  to[8] = total[2];
+  to[kStride + 8] = total[3];
+}
+
+// Adds column j of the group to the sums of row x_row[j] (-1: not of this block). A table of ids
+// may name an expert twice for one row; `twice` then adds column after column.
+template <int kStride>
+__device__ __forceinline__ void AddSums(const float (&total)[4], const int (&x_row)[2], bool twice,
+                                        float* sums) {
+  const int lane = LaneId();
+  const int turns = twice ? 4 : 1;
+  for (int turn = 0; turn < turns; ++turn) {
+    if (!twice || lane % 4 == turn) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (x_row[i] < 0) continue;
+        float* to = sums + x_row[i] * kStride + lane / 4;
+        to[0] += total[i];
+        to[8] += total[2 + i];
+      }
+    }
+    __syncwarp();
+  }
+}
+
+inline constexpr int kFastWarps = 8;
+// With one row of x a warp's part is short: most of it is asked for before the wait, and there are
+// no more row tiles than warps of all SMs. More rows take two tiles a warp, and all registers.
+template <bool kOneRow>
+inline constexpr int kTiles = kOneRow ? 1 : 2;
+template <bool kOneRow>
+inline constexpr int kSlots = kOneRow ? 6 : 4;
+// Floats between a warp's sums of one row and the next one's.
+template <bool kOneRow>
+inline constexpr int kRowSums = kTiles<kOneRow>* kTileRows + (kOneRow ? 0 : 4);
+
+// A group: expert, then the place of its first pair times 16 + its size.
+struct GroupEntry {
+  int expert;
+  int place;
+};
+
+// The stages of one warp: for each set of its row tiles the shared expert for each 8 rows, then the
+// groups. Experts: `int operator()(int group)`, the same in all lanes.
+template <DType kType, int kWidth, class Experts>
+struct TileSource {
+  const DownKernelJob& job;
+  Experts expert;
+  const std::byte* shared;  // of the lane
+  const std::byte* routed;
+  int shared_stages;
+  int stages;  // of a set of row tiles; read when the shared ones are done
+  int row_tile;
+  int stage = 0;
+
+  __device__ __forceinline__ bool Next(TilePart& part) {
+    if (row_tile >= job.shapes[0].row_tiles) return false;
+    part.halved = stage < shared_stages;
+    part.half = stage % 2;
+    const int tile_bytes = job.shapes[part.halved ? 1 : 0].tile_bytes;
+    // A tile that is not there: the one before stands for it.
+    part.next_tile = row_tile + kWidth <= job.shapes[0].row_tiles ? tile_bytes : 0;
+    part.at = (part.halved ? shared : routed) + int64_t{row_tile} * tile_bytes;
+    if (part.halved) {
+      ++stage;
+      return true;
+    }
+    const int group = (stage - shared_stages) / kUnitStages<kType>;
+    part.at += int64_t{expert(group)} * job.expert_bytes;
+    if (++stage == stages) {
+      stage = 0;
+      row_tile += static_cast<int>(gridDim.x) * job.tiles;
+    }
+    return true;
+  }
+};
+
+// What thread i knows of group i where one row of x has no more than kMaxExpertsUsed of them.
+struct OwnGroup {
+  int expert;
+  int first;
+  int size;
+
+  __device__ __forceinline__ int operator()(int group) const {
+    return __shfl_sync(kFullMask, expert, group);
+  }
+};
+
+// One set of row tiles for one row of x: the shared product, then the groups'. Which output it is:
+// AddFour.
+template <DType kType, class Ring>
+__device__ __forceinline__ float SumRow(const DownKernelJob& job, Ring& ring, int block,
+                                        int num_groups, const OwnGroup& own,
+                                        const RowFinder<kType>& hidden, const LaneTables& tables) {
+  constexpr int kWidth = kTiles<true>;
+  OwnRows<1, 2> x, next;
+  float part[kWidth][1][2];
+  RowFinder<DType::kQ8_0>(job.shared_hidden, block).Load({0}, x);
+  hidden.Load({__shfl_sync(kFullMask, own.first, 0)}, next);
+  DotTiles<DType::kQ8_0, kWidth>(ring, x, tables, part);
+  float sum = AddFour(part, 0);
+#pragma unroll 1
+  for (int group = 0; group < num_groups; ++group) {
+    x = next;
+    const int after = min(group + 1, num_groups - 1);
+    hidden.Load({__shfl_sync(kFullMask, own.first, after)}, next);
+    DotTiles<kType, kWidth>(ring, x, tables, part);
+    const float product = AddFour(part, 0);
+    // A table of ids may name an expert twice.
+    const int times = __shfl_sync(kFullMask, own.size, group);
+#pragma unroll 1
+    for (int i = 0; i < times; ++i) sum += product;
+  }
+  return sum;
+}
+
+// x of a group whose rows stand together: `first` and the next, count of them.
+__device__ __forceinline__ void LoadTogether(const ActivationView& x, int block, int first,
+                                             int count, BlockX<2>& to) {
+  const int lane = LaneId();
+  const int tiles = TilesOf(x);
+  const int row = first + min(lane / 4, count - 1);
+  const int even = first + min(lane % 4 * 2, count - 1);
+  const int odd = first + min(lane % 4 * 2 + 1, count - 1);
+  const uint64_t* q = x.q + (block * tiles * 32 + row * 4 + lane % 4);
+  const float* scale = x.scale + block * (8 * tiles);
+#pragma unroll
+  for (int s = 0; s < 8; ++s) {
+    to.q[s] = *q;
+    to.scale[s][0] = scale[even];
+    to.scale[s][1] = scale[odd];
+    q += 32 * tiles;
+    scale += 8 * tiles;
+  }
+}
+
+// The routing of a block's rows, in shared memory.
+struct Lists {
+  const GroupEntry* groups;
+  const int16_t* rows;  // of pairs, by place; -1: not of this block
+  int num_groups;
+
+  __device__ __forceinline__ int operator()(int group) const { return groups[group].expert; }
+};
+
+// Copies the routing for rows first_row .. past L1 (see FastDownKernel). All threads call it, and meet
+// before they use the lists.
+__device__ __forceinline__ void LoadLists(const DownKernelJob& job, int first_row, int num_rows,
+                                          GroupEntry* groups, int16_t* rows) {
+  const Routing& routing = job.routing;
+  const int threads = static_cast<int>(blockDim.x);
+  for (int i = static_cast<int>(threadIdx.x); i < job.max_groups; i += threads) {
+    groups[i] = {__ldcg(routing.group_expert + i),
+                 __ldcg(routing.group_first + i) * 16 + __ldcg(routing.group_size + i)};
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < job.rows * job.used; i += threads) {
+    const int row = __ldcg(routing.pairs + i) / job.used - first_row;
+    rows[i] = static_cast<int16_t>(row >= 0 && row < num_rows ? row : -1);
+  }
+}
+
+// One set of row tiles for the rows of a block: `sums` [rows][kRowSums] of the warp. x is asked for
+// one group ahead.
+template <DType kType, class Ring>
+__device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, int block,
+                                          int first_row, int num_rows, const Lists& lists,
+                                          const LaneTables& tables, float* sums) {
+  constexpr int kWidth = kTiles<false>;
+  constexpr int kStride = kRowSums<false>;
+  const int lane = LaneId();
+  float total[kWidth][4];
+#pragma unroll 1
+  for (int begin = 0; begin < num_rows; begin += kGroupPairs) {
+    BlockX<2> x;
+    LoadTogether(job.shared_hidden, block, first_row + begin, min(kGroupPairs, num_rows - begin),
+                 x);
+    DotTilesGroup<DType::kQ8_0, kWidth>(ring, x, total);
+#pragma unroll
+    for (int tile = 0; tile < kWidth; ++tile) {
+      StoreSums<kStride>(total[tile], begin, sums + tile * kTileRows);
+    }
+  }
+  const RowFinder<kType> hidden(job.hidden, block);
+  float* own = sums + lane % 4 * 8 + lane / 4;  // of AddFour's output
+  OwnRows<2, 2> next = {};
+  BlockX<2> next_many = {};
+  int next_place = 0;
+  const auto ask = [&](int group) {
+    next_place = lists.groups[group].place;
+    const int first = next_place / 16, count = next_place % 16;
+    if (count <= 2) {
+      hidden.Load({first, first + count - 1}, next);
+    } else {
+      LoadTogether(job.hidden, block, first, count, next_many);
+    }
+  };
+  ask(0);
+#pragma unroll 1
+  for (int group = 0; group < lists.num_groups; ++group) {
+    const int first = next_place / 16, count = next_place % 16;
+    const int following = min(group + 1, lists.num_groups - 1);
+    if (count <= 2) {
+      const OwnRows<2, 2> x = next;
+      const int row[2] = {lists.rows[first], lists.rows[first + count - 1]};
+      ask(following);
+      // Each lane adds to outputs of its own, one row after the other: they may be the same.
+      const auto add = [&](float product, int to) {
+        if (to >= 0) own[to * kStride] += product;
+      };
+      if (count == 1) {
+        float part[kWidth][1][2];
+        DotTiles<kType, kWidth>(ring, x.First(), tables, part);
+        add(AddFour(part, 0), row[0]);
+      } else {
+        float part[kWidth][2][2];
+        DotTiles<kType, kWidth>(ring, x, tables, part);
+        add(AddFour(part, 0), row[0]);
+        add(AddFour(part, 1), row[1]);
+      }
+      continue;
+    }
+    const BlockX<2> x = next_many;
+    const int column = lane % kGroupPairs;
+    const int pair_row = lists.rows[first + min(column, count - 1)];
+    ask(following);
+    DotTilesGroup<kType, kWidth>(ring, x, total);
+    const int row = column < count ? pair_row : -1;
+    const int left = __shfl_sync(kFullMask, row, max(column - 1, 0));
+    const bool twice = __ballot_sync(kFullMask, column > 0 && row >= 0 && left == row) != 0;
+    const int x_row[2] = {__shfl_sync(kFullMask, row, lane % 4 * 2),
+                          __shfl_sync(kFullMask, row, lane % 4 * 2 + 1)};
+#pragma unroll
+    for (int tile = 0; tile < kWidth; ++tile) {
+      AddSums<kStride>(total[tile], x_row, twice, sums + tile * kTileRows);
+    }
+  }
+}
+
+// Subtree roots of the block's row tiles from the sums of its warps, [rows][kRowSums] each. Eight
+// threads add the lanes of one output, neighbours first: the order of the tree.
+template <bool kOneRow>
+__device__ __forceinline__ void StoreRoots(const DownKernelJob& job, int first_tile, int first_row,
+                                           int num_rows, const float* sums) {
+  static_assert(kFastWarps == 8 && kTileRows == 16);
+  constexpr int kWidth = kTiles<kOneRow>;
+  const int warp_sums = job.sum_rows * kRowSums<kOneRow>;
+  const int own = static_cast<int>(threadIdx.x) % 8;
+  const int threads = num_rows * 8 << job.output_bits;
+  for (int i = static_cast<int>(threadIdx.x); i < threads; i += static_cast<int>(blockDim.x)) {
+    const int row = i / 8 >> job.output_bits;
+    const int output = i / 8 - (row << job.output_bits);
+    const int tiles = output / (kWidth * kTileRows);  // before the warp's
+    const float* lanes = sums + tiles * job.lanes * warp_sums + row * kRowSums<kOneRow> +
+                         output % (kWidth * kTileRows);
+    const int to = first_tile * kTileRows + output;
+    for (int s = 0; s < job.num_subtrees; ++s) {
+      const int size = job.subtree_size[s];
+      float value = own < size ? lanes[(job.subtree_begin[s] + own) * warp_sums] : 0.0f;
+#pragma unroll
+      for (int step = 1; step < kFastWarps; step *= 2) {
+        const float other = __shfl_xor_sync(kFullMask, value, step);
+        if (step < size) value += other;
+      }
+      if (own == 0 && to < job.cols) {
+        job.roots[(int64_t{s} * job.rows + first_row + row) * job.cols + to] = value;
+      }
+    }
+  }
+}
+
+// kType: of the routed experts; the shared one has Q8_0.
+template <DType kType, bool kOneRow>
+__global__ void __launch_bounds__(kFastWarps* kWarpSize, kOneRow ? kBlocksAnSm : 1)
+    FastDownKernel(const __grid_constant__ DownKernelJob job) {
+  LaunchDependents();
+  DS4_DYNAMIC_SHARED(memory);
+  constexpr int kWidth = kTiles<kOneRow>;
+  const LaneTables tables(memory);  // none of the types here looks anything up
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = warp % job.lanes;
+  const int first_row = static_cast<int>(blockIdx.y) * job.sum_rows;
+  const int num_rows = min(job.sum_rows, job.rows - first_row);
+  const int shared_stages = (num_rows + kGroupPairs - 1) / kGroupPairs * 2;
+  const int block = lane * (kColumnGrain / 32);
+  int tile = static_cast<int>(blockIdx.x) * job.tiles;
+  const int own_tile = warp / job.lanes * kWidth;
+  // Before the wait: see above. Past L1, which may hold an earlier layer's.
+  const int num_groups = __ldcg(job.routing.num_groups);
+  float* sums = reinterpret_cast<float*>(memory);
+
+  using Experts = std::conditional_t<kOneRow, OwnGroup, Lists>;
+  Experts experts;
+  if constexpr (kOneRow) {
+    const int group = min(LaneId(), job.max_groups - 1);
+    experts = {__ldcg(job.routing.group_expert + group), __ldcg(job.routing.group_first + group),
+               __ldcg(job.routing.group_size + group)};
+  } else {
+    auto* groups = reinterpret_cast<GroupEntry*>(memory + job.lists_at);
+    auto* rows = reinterpret_cast<int16_t*>(groups + job.max_groups);
+    LoadLists(job, first_row, num_rows, groups, rows);
+    experts = {groups, rows, num_groups};
+    __syncthreads();
+  }
+  TileRing<kType, kWidth, kSlots<kOneRow>, TileSource<kType, kWidth, Experts>> ring = {
+      memory + job.fixed_bytes + warp * job.ring_bytes,
+      {job, experts, job.shapes[1].data + lane * job.shapes[1].matrix_bytes,
+       job.shapes[0].data + lane * job.shapes[0].matrix_bytes, shared_stages,
+       shared_stages + num_groups * kUnitStages<kType>, tile + own_tile}};
+  ring.Begin();
+  ring.EndBegin();
+  const RowFinder<kType> hidden(job.hidden, block);
+  GridDependencyWait();
+
+  const int buffer = static_cast<int>(blockDim.x) / kWarpSize * job.sum_rows * kRowSums<kOneRow>;
+  int turn = 0;
+  for (; tile < job.shapes[0].row_tiles; tile += static_cast<int>(gridDim.x) * job.tiles) {
+    float* own = sums + turn * buffer + warp * job.sum_rows * kRowSums<kOneRow>;
+    if (tile + own_tile < job.shapes[0].row_tiles) {
+      if constexpr (kOneRow) {
+        const float sum = SumRow<kType>(job, ring, block, num_groups, experts, hidden, tables);
+        const int t = LaneId() % 4;
+        if (t < 2 * kWidth) own[8 * t + LaneId() / 4] = sum;
+      } else {
+        SumGroups<kType>(job, ring, block, first_row, num_rows, experts, tables, own);
+      }
+    }
+    __syncthreads();
+    StoreRoots<kOneRow>(job, tile, first_row, num_rows, sums + turn * buffer);
+    if constexpr (kOneRow) {
+      turn ^= 1;  // the next sums go to the other buffer
+    } else {
+      __syncthreads();
+    }
+  }
+}
+
+}  // namespace ds4::cuda
