@@ -1,14 +1,17 @@
-// Decode products, in general form; few rows of x with the common types have kernels of their own
-// (product_few.cu). A block owns some row tiles of one job; its eight warps share the (tile, slice)
-// pairs, one slice at a time each (dot.cuh). After every pass the block adds the slices' sums in
-// rising order, so how many tiles a block has changes no bits. A lane product is a job whose slices
-// belong to lanes; the lanes' totals are added in the lane tree at the end.
+// Decode products, in general form; the common types have kernels of their own for few rows of x
+// (product_few.cu) and for batches (product_batch.cu). A block owns some row tiles of one job; its
+// eight warps share the (tile, slice) pairs, one slice at a time each (dot.cuh). After every pass
+// the block adds the slices' sums in rising order, so how many tiles a block has changes no bits. A
+// lane product is a job whose slices belong to lanes; the lanes' totals are added in the lane tree
+// at the end.
 #include <algorithm>
+#include <vector>
 
 #include "engine/base/check.h"
 #include "engine/comm/lane_tree.h"
 #include "engine/cuda/dot.cuh"
 #include "engine/cuda/product.h"
+#include "engine/cuda/product_batch.h"
 #include "engine/cuda/product_few.h"
 #include "engine/cuda/quantize.cuh"
 #include "engine/cuda/simt.h"
@@ -507,7 +510,6 @@ void CheckJob(const ProductJob& job) {
 }
 
 DeviceJob MakeJob(const ProductJob& job) {
-  CheckJob(job);
   DeviceJob device = {};
   device.dtype = job.w.dtype;
   device.rows = static_cast<int>(job.w.rows);
@@ -571,13 +573,24 @@ void LaunchJobs(const LaunchContext& launch, ProductParams& params) {
 
 void LaunchProducts(const LaunchContext& launch, std::span<const ProductJob> jobs) {
   CHECK(!jobs.empty() && jobs.size() <= kMaxProductJobs) << jobs.size() << " jobs";
-  ProductParams params = {};
-  params.num_jobs = static_cast<int>(jobs.size());
-  for (size_t i = 0; i < jobs.size(); ++i) {
-    CHECK(jobs[i].x.rows == jobs[0].x.rows) << jobs[i].x.rows << " and " << jobs[0].x.rows;
-    params.jobs[i] = MakeJob(jobs[i]);
+  for (const ProductJob& job : jobs) {
+    CheckJob(job);
+    CHECK(job.x.rows == jobs[0].x.rows) << job.x.rows << " and " << jobs[0].x.rows;
   }
-  if (!LaunchFewRowProducts(launch, jobs, {})) LaunchJobs(launch, params);
+  // Batches have a kernel for Q8_0 alone.
+  std::vector<ProductJob> sorted(jobs.begin(), jobs.end());
+  const auto others =
+      std::stable_partition(sorted.begin(), sorted.end(),
+                            [](const ProductJob& job) { return job.w.dtype == DType::kQ8_0; });
+  std::span<const ProductJob> left = sorted;
+  if (others != sorted.begin() && LaunchBatchProducts(launch, {sorted.begin(), others}, {})) {
+    left = {others, sorted.end()};
+  }
+  if (left.empty() || LaunchFewRowProducts(launch, left, {})) return;
+  ProductParams params = {};
+  params.num_jobs = static_cast<int>(left.size());
+  for (size_t i = 0; i < left.size(); ++i) params.jobs[i] = MakeJob(left[i]);
+  LaunchJobs(launch, params);
 }
 
 void LaunchLaneProduct(const LaunchContext& launch, const PackedMatrix& w, const ActivationView& x,
@@ -601,13 +614,16 @@ void LaunchLaneProduct(const LaunchContext& launch, const PackedMatrix& w, const
   ProductJob job;
   job.w = w.At(0);
   job.x = x;
+  CheckJob(job);
   params.jobs[0] = MakeJob(job);
   params.jobs[0].lanes = lanes;
   params.jobs[0].lane_x_cols = w.padded_cols();
+  if (LaunchBatchProducts(launch, {&job, 1}, params.lanes)) return;
   if (!LaunchFewRowProducts(launch, {&job, 1}, params.lanes)) LaunchJobs(launch, params);
 }
 
 void LaunchProductPlain(const LaunchContext& launch, const ProductJob& job) {
+  CheckJob(job);
   PlainParams params = {};
   params.job = MakeJob(job);
   params.chunk_cols = ChunkCols(job.w.dtype);

@@ -1,4 +1,4 @@
-// Products for up to 32 rows of x, the heart of decoding. One block an SM owns a contiguous range
+// Products for few rows of x, the heart of decoding. One block an SM owns a contiguous range
 // of row tiles (of all jobs, one after the other) and goes over it in rounds. The (row tile, slice)
 // pairs of a round are its items; warp i takes items i, i + 8, ... so that it keeps its slice, and
 // with it x in registers, wherever 8 slices make a row tile or divide 8. Its weights come through a
@@ -11,6 +11,7 @@
 #include "engine/base/check.h"
 #include "engine/cuda/dot.cuh"
 #include "engine/cuda/product_few.h"
+#include "engine/cuda/product_output.cuh"
 #include "engine/cuda/quantize.cuh"
 #include "engine/cuda/simt.h"
 
@@ -223,11 +224,11 @@ constexpr int kChunkSteps = ChunkCols(DType::kQ8_0) / 32;
 struct XCodes {
   uint64_t q[kChunkSteps];
 
-  __device__ __forceinline__ void Load(const ActivationView& x, int col, int tile, int tiles) {
-    const int row = min(LaneId() / 4, x.rows - 1 - 8 * tile);
-    const uint64_t* from = x.q + ((col / 32 * tiles + tile) * 32 + row * 4 + LaneId() % 4);
+  __device__ __forceinline__ void Load(const ActivationView& x, int col) {
+    const int row = min(LaneId() / 4, x.rows - 1);
+    const uint64_t* from = x.q + (col + row * 4 + LaneId() % 4);
 #pragma unroll
-    for (int s = 0; s < kChunkSteps; ++s) q[s] = from[32 * tiles * s];
+    for (int s = 0; s < kChunkSteps; ++s) q[s] = from[32 * s];
   }
 };
 
@@ -237,14 +238,13 @@ template <int kRows>
 struct XScales {
   float own[2];
 
-  __device__ __forceinline__ void Load(const ActivationView& x, int col, int tile, int tiles) {
-    const float* from = x.scale + (col / 32 * tiles + tile) * 8;
+  __device__ __forceinline__ void Load(const ActivationView& x, int col) {
+    const float* from = x.scale + col / 4;
     if constexpr (kRows == 1) {
       own[0] = from[LaneId() % 4 * 8];
       own[1] = from[LaneId() % 4 * 8 + 32];
     } else {
-      const auto* pairs = reinterpret_cast<const float2*>(from + LaneId() / 4 * (8 * tiles));
-      const float2 pair = pairs[LaneId() % 4];
+      const float2 pair = reinterpret_cast<const float2*>(from)[LaneId()];
       own[0] = pair.x;
       own[1] = pair.y;
     }
@@ -321,8 +321,8 @@ struct XSlice {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       if (c >= num_chunks) break;
-      codes[c].Load(x, col + c * kChunkCols<DType::kQ8_0>, 0, 1);
-      scales[c].Load(x, col + c * kChunkCols<DType::kQ8_0>, 0, 1);
+      codes[c].Load(x, col + c * kChunkCols<DType::kQ8_0>);
+      scales[c].Load(x, col + c * kChunkCols<DType::kQ8_0>);
     }
   }
 };
@@ -342,31 +342,22 @@ __device__ __forceinline__ void DotQuantised(Ring& ring, const XSlice<kRows>& x,
   }
 }
 
-// Where the registers do not hold a slice: x comes again for every chunk, the next one's while the
-// ring moves on.
-template <int kTiles, int kRows>
+// Among other types, where registers are for x as they need it: x comes again for every chunk, the
+// next one's while the ring moves on.
+template <int kRows>
 __device__ __forceinline__ void DotQuantisedOnce(Ring& ring, const ActivationView& x, int col,
-                                                 int chunks, float (&acc)[kTiles][4]) {
-  const int tiles = kTiles > 2 ? TilesOf(x) : kTiles;
+                                                 int chunks, float (&acc)[4]) {
   XCodes codes;
   XScales<kRows> scales;
-  codes.Load(x, col, 0, tiles);
-  scales.Load(x, col, 0, tiles);
+  codes.Load(x, col);
+  scales.Load(x, col);
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
-    const std::byte* chunk = ring.Wait();
-    DotChunk(chunk, codes, scales, acc[0]);
-#pragma unroll
-    for (int n = 1; n < kTiles; ++n) {
-      if (n >= tiles) break;
-      codes.Load(x, col, n, tiles);
-      scales.Load(x, col, n, tiles);
-      DotChunk(chunk, codes, scales, acc[n]);
-    }
+    DotChunk(ring.Wait(), codes, scales, acc);
     col += kChunkCols<DType::kQ8_0>;
     if (c + 1 < chunks) {
-      codes.Load(x, col, 0, tiles);
-      scales.Load(x, col, 0, tiles);
+      codes.Load(x, col);
+      scales.Load(x, col);
     }
     ring.Release();
   }
@@ -513,8 +504,8 @@ __device__ __forceinline__ void DotMixed(const FewJob& job, const Segment& segme
       return DotFloats<DType::kBF16, kTiles, kRows>(ring, job.x, col, segment.chunks, acc);
     case DType::kF32:
       return DotFloats<DType::kF32, kTiles, kRows>(ring, job.x, col, segment.chunks, acc);
-    default:
-      return DotQuantisedOnce<kTiles, kRows>(ring, job.x, col, segment.chunks, acc);
+    default:  // with more rows, these have a kernel of their own
+      if constexpr (kTiles == 1) DotQuantisedOnce<kRows>(ring, job.x, col, segment.chunks, acc[0]);
   }
 }
 
@@ -551,13 +542,6 @@ __device__ __forceinline__ float AddSlices(const float* sums, int slices, int pi
   return total;
 }
 
-__device__ __forceinline__ void StorePlain(const FewJob& job, int x_row, int row, float value) {
-  if (job.y != nullptr) job.y[x_row * job.y_stride + row] = value;
-  const int64_t at = x_row * job.out.cols + job.out_col + row;
-  if (job.out.f32 != nullptr) job.out.f32[at] = value;
-  if (job.out.bf16 != nullptr) job.out.bf16[at] = FloatToBf16(value);
-}
-
 // Leaves the sum of every lane where its first slice was.
 __device__ __forceinline__ void AddLaneSlices(const FewParams& params, const FewJob& job,
                                               const Rounds& round, float* sums) {
@@ -567,29 +551,6 @@ __device__ __forceinline__ void AddLaneSlices(const FewParams& params, const Few
     const int lane = i / kTileRows >> params.x_shift;
     float* first = sums + lane * job.slices * pitch + (i - lane * pitch);
     *first = AddSlices(first, job.slices, pitch);
-  }
-}
-
-// The tree over at most 8 lanes; -0 for those past `count` changes nothing.
-__device__ __forceinline__ float AddEightLanes(const float* sums, int count, int pitch) {
-  float sum[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum[i] = i < count ? sums[i * pitch] : -0.0f;
-  return ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
-}
-
-// Adds the lanes of every aligned subtree (lane_tree.h) and writes the roots. sums: of lane 0.
-__device__ __forceinline__ void StoreRoots(const FewParams& params, const FewJob& job, int x_row,
-                                           int row, const float* sums, int lane_pitch) {
-  static_assert(kMaxProductLanes == 16);
-#pragma unroll 1
-  for (int root = 0; root < params.lanes.num_roots; ++root) {
-    const float* first = sums + params.lanes.begin[root] * lane_pitch;
-    const int size = params.lanes.size[root];
-    float total = AddEightLanes(first, size, lane_pitch);
-    if (size > 8) total += AddEightLanes(first + 8 * lane_pitch, size - 8, lane_pitch);
-    const int64_t at = int64_t{root} * params.x_rows + x_row;
-    params.lanes.roots[at * job.rows + row] = total;
   }
 }
 
@@ -630,7 +591,7 @@ __device__ __forceinline__ void FinishRound(const FewParams& params, const FewJo
     if (x_row >= params.x_rows || row >= job.rows) continue;
     const float* from = sums + tile * job.segments * pitch + x_row * kTileRows + in_tile;
     if (params.lanes.roots != nullptr) {
-      StoreRoots(params, job, x_row, row, from, job.slices * pitch);
+      StoreRoots(params.lanes, params.x_rows, job.rows, x_row, row, from, job.slices * pitch);
     } else {
       StorePlain(job, x_row, row, AddSlices(from, job.slices, pitch));
     }
@@ -640,14 +601,12 @@ __device__ __forceinline__ void FinishRound(const FewParams& params, const FewJo
 // kTiles: of x. kRows: of a tile that are computed; quantised weights: 1 or all. kFloats: there may
 // be other weights than Q8_0.
 template <int kTiles, int kRows, bool kFloats>
-inline constexpr bool kSharesSm = kTiles == 1 || (kTiles == 2 && !kFloats);
-template <int kTiles, int kRows, bool kFloats>
 inline constexpr bool kLeavesRoom = kTiles == 1 && (kRows < 8 || !kFloats);
 
 template <int kTiles, int kRows, bool kFloats>
 __global__ void __launch_bounds__(kLeavesRoom<kTiles, kRows, kFloats> ? kThreadsOfRegisters
                                                                       : kThreads,
-                                  kSharesSm<kTiles, kRows, kFloats> ? 2 : 1)
+                                  kTiles == 1 ? 2 : 1)
     FewRowsKernel(const __grid_constant__ FewParams params) {
   DS4_DYNAMIC_SHARED(memory);
   LaunchDependents();
@@ -671,8 +630,6 @@ __global__ void __launch_bounds__(kLeavesRoom<kTiles, kRows, kFloats> ? kThreads
       float acc[kTiles][4] = {};
       if constexpr (kFloats) {
         DotMixed<kTiles, kRows>(job, segment, ring, acc);
-      } else if constexpr (kTiles != 1) {
-        DotQuantisedOnce<kTiles, kRows>(ring, job.x, segment.XCol(job), segment.chunks, acc);
       } else {
         x.Load(job.x, segment.XCol(job), segment.chunks, round.job);
         DotQuantised(ring, x, segment.chunks, acc[0]);
@@ -693,7 +650,9 @@ __global__ void __launch_bounds__(kLeavesRoom<kTiles, kRows, kFloats> ? kThreads
 
 // ---- Host side.
 
-bool IsFewRowsType(DType dtype) { return dtype == DType::kQ8_0 || IsFloatType(dtype); }
+bool IsFewRowsType(DType dtype, int x_rows) {
+  return IsFloatType(dtype) || (dtype == DType::kQ8_0 && x_rows <= 8);
+}
 
 FewJob MakeFewJob(const ProductJob& job, int lanes) {
   FewJob few = {};
@@ -761,7 +720,7 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
   const int round_floats = std::max(kRoundFloats, kWarps * item_floats);
   params.round_floats = round_floats;
   for (int i = 0; i < params.num_jobs; ++i) {
-    if (!IsFewRowsType(jobs[i].w.dtype)) return false;
+    if (!IsFewRowsType(jobs[i].w.dtype, params.x_rows)) return false;
     floats = floats || IsFloatType(jobs[i].w.dtype);
     const int64_t slices = (jobs[i].w.padded_cols() + kSliceCols - 1) / kSliceCols;
     if (slices * roots.lanes > kMaxSegments) return false;
@@ -778,7 +737,7 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
   params.num_buffers = params.round_floats <= kMaxTwoBufferFloats ? 2 : 1;
   // Two blocks live on an SM where the kernel is made for it (see its launch bounds): the second
   // hides the first one's latencies, and a block that ends makes room for the next kernel's.
-  const bool half = params.x_rows <= 8 || (params.x_rows <= 16 && !floats);
+  const bool half = params.x_rows <= 8;
   const int blocks = static_cast<int>(
       std::min<int64_t>(units, std::clamp((half ? 2 : 1) * launch.num_sms, 1, kMaxBlocks)));
   CutRanges(params, blocks);
@@ -791,9 +750,9 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
     Launch(launch, grid, dim3(kThreads), shared, kernel, params);
   };
   if (params.x_rows > 16) {
-    launch_kernel(floats ? FewRowsKernel<4, 8, true> : FewRowsKernel<4, 8, false>);
+    launch_kernel(FewRowsKernel<4, 8, true>);
   } else if (params.x_rows > 8) {
-    launch_kernel(floats ? FewRowsKernel<2, 8, true> : FewRowsKernel<2, 8, false>);
+    launch_kernel(FewRowsKernel<2, 8, true>);
   } else if (params.x_rows > 4) {
     launch_kernel(floats ? FewRowsKernel<1, 8, true> : FewRowsKernel<1, 8, false>);
   } else if (params.x_rows > 1) {

@@ -62,7 +62,7 @@ TEST_P(ProductOfType, NearDoubleSumsAndFastLikePlain) {
   for (const int64_t cols : {64, 256, 512, 1024, 1280}) {
     if (cols % Info(dtype).block_elems != 0) continue;
     const TestMatrix w = MakeMatrix(device_, dtype, 1, rows, cols, 3);
-    for (const int num_rows : {1, 3, 8, 9, 17, 32, 40}) {
+    for (const int num_rows : {1, 3, 8, 9, 17, 32, 40, 64, 70}) {
       if (cols != 1280 && num_rows != 3 && num_rows != 17) continue;
       const HostActivation host = RandomActivation(num_rows, 1, cols, 4);
       const DeviceActivation x = UploadActivation(device_, host, FormOf(dtype));
@@ -115,7 +115,7 @@ TEST_P(ProductOfType, LaneProductAddsTheTree) {
   const int64_t rows = 24;
   const int64_t lane_cols = ReadsQ8(dtype) ? 768 : 96;
   const TestMatrix w = MakeMatrix(device_, dtype, lanes, rows, lane_cols, 7);
-  for (const int num_rows : {1, 6, 11, 18}) {
+  for (const int num_rows : {1, 6, 11, 18, 45, 57}) {
     const HostActivation host = RandomActivation(num_rows, lanes, lane_cols, 8);
     const DeviceActivation x = UploadActivation(device_, host, FormOf(dtype));
     std::vector<float> sums;
@@ -190,7 +190,7 @@ TEST_F(ProductJobsTest, OfCommonTypes) {
   const std::vector<DType> quantised(9, DType::kQ8_0);
   for (const int num_sms : {1, 3, 7, 200}) {
     device_.launch.num_sms = num_sms;
-    for (const int x_rows : {1, 3, 8, 19}) {
+    for (const int x_rows : {1, 3, 8, 16, 19}) {
       ExpectIndependent(types, x_rows);
       ExpectIndependent(quantised, x_rows);
     }
@@ -203,7 +203,7 @@ TEST_F(ProductTest, ManyTilesInOneBlock) {
   for (const DType dtype : {DType::kQ8_0, DType::kF16}) {
     for (const int64_t cols : {4096, 1024, 1536}) {
       const TestMatrix w = MakeMatrix(device_, dtype, 1, 328, cols, 15);
-      for (const int num_rows : {1, 3, 20}) {
+      for (const int num_rows : {1, 3, 12, 20, 64}) {
         const HostActivation host = RandomActivation(num_rows, 1, cols, 16);
         const DeviceActivation x = UploadActivation(device_, host, FormOf(dtype));
         const std::vector<float> plain = Run(LaunchProductPlain, w.packed, x.view);
@@ -220,7 +220,7 @@ TEST_F(ProductTest, ManyTilesInOneBlock) {
 
 // Outputs as the next product reads them, beside float32 values, at columns 64..223 of a wider row.
 TEST_F(ProductTest, WritesTheFormsOfActivations) {
-  for (const int num_rows : {1, 3, 8, 10, 20}) {
+  for (const int num_rows : {1, 3, 8, 10, 20, 40, 61}) {
     const TestMatrix w = MakeMatrix(device_, DType::kQ8_0, 1, 160, 2048, 11);
     const HostActivation host = RandomActivation(num_rows, 1, 2048, 12);
     const DeviceActivation x = UploadActivation(device_, host, kFormQ8);
