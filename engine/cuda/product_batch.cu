@@ -25,10 +25,10 @@ constexpr int kChunkSteps = kChunkCols<DType::kQ8_0> / 32;
 constexpr int kMaxParallel = 8;
 constexpr int kMaxTileShift = 3;
 constexpr int kMaxSegments = 180;  // slices of a row tile, over all lanes: see LaneOf
-constexpr int kMaxSteps = 4;  // scales of weights lie together for four steps
+constexpr int kMaxSteps = 4;       // scales of weights lie together for four steps
 constexpr int kMaxStages = 4;
 constexpr int kMinStages = 2;
-constexpr int kMaxXBytes = 36 * 1024;       // of a stage
+constexpr int kMaxXBytes = 36 * 1024;        // of a stage
 constexpr int kMaxSharedBytes = 227 * 1024;  // of a block
 
 // Weights of an item in a stage: the steps' values, then the scales of the four steps that they
@@ -117,79 +117,124 @@ struct Cursor {
   }
 };
 
-// What a warp does in a wave.
-struct Item {
-  int tile;  // of the pass
-  int segment;
+// A segment of a wave.
+struct Segment {
+  int index;
   int lane;
   int slice;
-  int steps;  // 0: nothing
+  int steps;  // 0: there is none
 
-  __device__ __forceinline__ Item(const BatchParams& params, const Cursor& at) {
+  __device__ __forceinline__ Segment(const BatchParams& params, const Cursor& at, int parallel)
+      : index(at.first_segment + parallel) {
     const BatchJob& job = params.jobs[at.job];
-    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-    const int parallel = warp >> params.tile_shift;
-    tile = warp & ((1 << params.tile_shift) - 1);
-    segment = at.first_segment + parallel;
-    lane = LaneOf(job, segment);
-    slice = segment - lane * job.slices;
-    const bool idle = parallel >= 1 << params.parallel_shift || segment >= job.segments ||
-                      at.FirstTile(params) + tile >= job.tiles;
-    steps = idle ? 0 : min(kSliceSteps, job.lane_steps - slice * kSliceSteps);
+    lane = LaneOf(job, index);
+    slice = index - lane * job.slices;
+    steps = index < job.segments ? min(kSliceSteps, job.lane_steps - slice * kSliceSteps) : 0;
   }
 };
 
-template <int kTiles>
-inline constexpr int kXStepBytes = kTiles * (kXTileBytes + kXScaleBytes);
+// What a warp multiplies in a wave: one row tile, one segment.
+struct Item {
+  int tile;      // of the pass
+  int parallel;  // the segment is the wave's
+  Segment segment;
 
-// x of a stage: a warp for each step of each segment.
+  __device__ __forceinline__ Item(const BatchParams& params, const Cursor& at)
+      : tile(Warp() & ((1 << params.tile_shift) - 1)),
+        parallel(Warp() >> params.tile_shift),
+        segment(params, at, parallel) {
+    const bool idle = parallel >= 1 << params.parallel_shift ||
+                      at.FirstTile(params) + tile >= params.jobs[at.job].tiles;
+    if (idle) segment.steps = 0;
+  }
+  __device__ __forceinline__ static int Warp() { return static_cast<int>(threadIdx.x) / kWarpSize; }
+};
+
 template <int kTiles>
-__device__ __forceinline__ void CopyX(const BatchParams& params, const Cursor& at,
-                                      std::byte* stage) {
-  const BatchJob& job = params.jobs[at.job];
-  const ActivationView& x = job.x;
-  const int tiles = TilesOf(x);
-  const int count = 1 << (params.parallel_shift + params.step_shift);
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x) / kWarpSize; i < count; i += kWarps) {
-    const int segment = at.first_segment + (i >> params.step_shift);
-    const int lane = LaneOf(job, segment);
-    const int step = (segment - lane * job.slices) * kSliceSteps + at.step +
-                     (i & ((1 << params.step_shift) - 1));
-    if (segment >= job.segments || step >= job.lane_steps) continue;
-    const int from = (job.x_step + lane * job.lane_steps + step) * tiles;
-    const auto* q = reinterpret_cast<const std::byte*>(x.q + int64_t{from} * 32) + 16 * LaneId();
-    std::byte* to = stage + i * kXStepBytes<kTiles> + 16 * LaneId();
-#pragma unroll
-    for (int n = 0; n < kTiles; n += 2) {
-      CopyAsync16If(16 * n + LaneId() < 16 * tiles, to + kXTileBytes * n, q + kXTileBytes * n);
+inline constexpr int kXStepBytes = kTiles*(kXTileBytes + kXScaleBytes);
+
+// Sends for the stages of a block, in order. What stays the same for a wave is worked out once.
+template <int kTiles>
+struct Sender {
+  static constexpr int kXSteps = kMaxParallel * kMaxSteps / kWarps;  // a warp's, of a stage
+
+  Cursor at;
+  int steps;                 // of the warp's weights
+  const std::byte* weights;  // the segment's, this lane's of the first step
+  int x_steps[kXSteps];      // of the segment whose x the warp sends for; 0: of none
+  int x_from[kXSteps];       // tiles of x before the wave's first
+
+  __device__ __forceinline__ explicit Sender(const BatchParams& params) : at(params) {
+    StartWave(params);
+  }
+  __device__ __forceinline__ bool AtEnd(const BatchParams& params) const {
+    return at.AtEnd(params);
+  }
+  __device__ __forceinline__ void Next(const BatchParams& params) {
+    at.Next(params);
+    if (at.step == 0) StartWave(params);
+  }
+
+  // own: the warp's part of the stage.
+  __device__ __forceinline__ void SendWeights(const BatchParams& params, std::byte* own) const {
+    if (at.step >= steps) return;
+    const std::byte* chunk = weights + at.step / kChunkSteps * kChunkBytes<DType::kQ8_0>;
+    const std::byte* from = chunk + at.step % kChunkSteps * kStepBytes;
+    std::byte* to = own + 16 * LaneId();
+    CopyAsync16(to, from);
+    CopyAsync16(to + kStepBytes, from + kStepBytes);
+    if (params.step_shift == 2) {
+      CopyAsync16(to + 2 * kStepBytes, from + 2 * kStepBytes);
+      CopyAsync16(to + 3 * kStepBytes, from + 3 * kStepBytes);
     }
-    const auto* scale = reinterpret_cast<const std::byte*>(x.scale + int64_t{from} * 8);
-    CopyAsync16If(LaneId() < 2 * tiles, to + kTiles * kXTileBytes, scale + 16 * LaneId());
+    const std::byte* scales =
+        chunk + kChunkSteps * kStepBytes + at.step % kChunkSteps / 4 * kScaleBytes;
+    CopyAsync16If(LaneId() < kScaleBytes / 16, to + (kStepBytes << params.step_shift), scales);
   }
-}
-
-// The warp's weights of a stage.
-__device__ __forceinline__ void CopyWeights(const BatchParams& params, const Cursor& at,
-                                            std::byte* own) {
-  const Item item(params, at);
-  if (at.step >= item.steps) return;
-  const BatchJob& job = params.jobs[at.job];
-  const int step = at.step % kChunkSteps;
-  const std::byte* chunk = job.w + (at.FirstTile(params) + item.tile) * job.tile_bytes +
-                           item.lane * job.matrix_bytes +
-                           (item.slice * kSliceSteps + at.step) / kChunkSteps *
-                               kChunkBytes<DType::kQ8_0>;
-  const std::byte* from = chunk + step * kStepBytes + 16 * LaneId();
-  std::byte* to = own + 16 * LaneId();
+  // x: of the stage; [segment][step].
+  __device__ __forceinline__ void SendX(const BatchParams& params, std::byte* x) const {
+    const ActivationView& view = params.jobs[at.job].x;
+    const int tiles = TilesOf(view);
 #pragma unroll
-  for (int i = 0; i < kMaxSteps; ++i) {
-    CopyAsync16If(i >> params.step_shift == 0, to + i * kStepBytes, from + i * kStepBytes);
+    for (int i = 0; i < kXSteps; ++i) {
+      if (at.step >= x_steps[i]) continue;
+      const int64_t first = x_from[i] + at.step * tiles;
+      const std::byte* q = reinterpret_cast<const std::byte*>(view.q) + first * kXTileBytes;
+      const std::byte* scales =
+          reinterpret_cast<const std::byte*>(view.scale) + first * kXScaleBytes;
+      std::byte* to = x + (Item::Warp() + i * kWarps) * kXStepBytes<kTiles> + 16 * LaneId();
+#pragma unroll
+      for (int n = 0; n < kTiles; n += 2) {
+        CopyAsync16If(16 * n + LaneId() < 16 * tiles, to + kXTileBytes * n,
+                      q + kXTileBytes * n + 16 * LaneId());
+      }
+      CopyAsync16If(LaneId() < 2 * tiles, to + kTiles * kXTileBytes, scales + 16 * LaneId());
+    }
   }
-  const std::byte* scales = chunk + kChunkSteps * kStepBytes + step / 4 * kScaleBytes;
-  CopyAsync16If(LaneId() < kScaleBytes / 16, to + (kStepBytes << params.step_shift),
-                scales + 16 * LaneId());
-}
+
+ private:
+  __device__ __forceinline__ void StartWave(const BatchParams& params) {
+    if (AtEnd(params)) return;
+    const BatchJob& job = params.jobs[at.job];
+    const Item item(params, at);
+    steps = item.segment.steps;
+    weights =
+        job.w + (at.FirstTile(params) + item.tile) * job.tile_bytes +
+        item.segment.lane * job.matrix_bytes +
+        item.segment.slice * (kSliceChunks<DType::kQ8_0> * kChunkBytes<DType::kQ8_0>)+16 * LaneId();
+    const int tiles = TilesOf(job.x);
+#pragma unroll
+    for (int i = 0; i < kXSteps; ++i) {
+      const int place = Item::Warp() + i * kWarps;
+      const int parallel = place >> params.step_shift;
+      const Segment segment(params, at, parallel);
+      x_steps[i] = parallel < 1 << params.parallel_shift ? segment.steps : 0;
+      x_from[i] = (job.x_step + segment.lane * job.lane_steps + segment.slice * kSliceSteps +
+                   (place & ((1 << params.step_shift) - 1))) *
+                  tiles;
+    }
+  }
+};
 
 // acc += two steps. scales: of the weights, rows g, g + 8 of each step.
 template <int kTiles>
@@ -219,19 +264,17 @@ __device__ __forceinline__ void DotTwoSteps(const std::byte* weights, uint2 scal
 }
 
 template <int kTiles>
-__device__ __forceinline__ void DotStage(const BatchParams& params, const Item& item, int first_step,
-                                         const std::byte* own, const std::byte* x,
+__device__ __forceinline__ void DotStage(const BatchParams& params, const Item& item,
+                                         int first_step, const std::byte* own, const std::byte* x,
                                          float (&acc)[kTiles][4]) {
-  if (first_step >= item.steps) return;
+  if (first_step >= item.segment.steps) return;
   const int steps = 1 << params.step_shift;
-  const int parallel = (static_cast<int>(threadIdx.x) / kWarpSize) >> params.tile_shift;
-  x += (parallel << params.step_shift) * kXStepBytes<kTiles>;
+  x += (item.parallel << params.step_shift) * kXStepBytes<kTiles>;
   const std::byte* scales =
       own + (kStepBytes << params.step_shift) + 16 * (LaneId() / 4) + 4 * (first_step % 4);
 #pragma unroll 1
   for (int step = 0; step < steps; step += 2) {
-    DotTwoSteps<kTiles>(own + step * kStepBytes,
-                        *reinterpret_cast<const uint2*>(scales + 4 * step),
+    DotTwoSteps<kTiles>(own + step * kStepBytes, *reinterpret_cast<const uint2*>(scales + 4 * step),
                         x + step * kXStepBytes<kTiles>, acc);
   }
 }
@@ -241,12 +284,13 @@ __device__ __forceinline__ void DotStage(const BatchParams& params, const Item& 
 template <int kTiles>
 __device__ __forceinline__ void AddToTotals(const BatchParams& params, const Item& item,
                                             const float (&acc)[kTiles][4], float4* totals) {
-  float4* own = totals + ((item.lane << params.tile_shift) + item.tile) * (kTiles * kWarpSize) +
+  float4* own = totals +
+                ((item.segment.lane << params.tile_shift) + item.tile) * (kTiles * kWarpSize) +
                 LaneId();
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     float4 sum = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
-    if (item.slice != 0) {
+    if (item.segment.slice != 0) {
       const float4 before = own[n * kWarpSize];
       sum.x = before.x + sum.x;
       sum.y = before.y + sum.y;
@@ -262,11 +306,11 @@ template <int kTiles>
 __device__ __forceinline__ void AddWave(const BatchParams& params, const Cursor& at,
                                         const Item& item, const float (&acc)[kTiles][4],
                                         float4* totals) {
-  const int before = min(item.segment - at.first_segment, item.slice);
+  const int before = min(item.parallel, item.segment.slice);
   const int turns = min(1 << params.parallel_shift, params.jobs[at.job].slices);
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
-    if (turn == before && item.steps != 0) AddToTotals<kTiles>(params, item, acc, totals);
+    if (turn == before && item.segment.steps != 0) AddToTotals<kTiles>(params, item, acc, totals);
     __syncthreads();
   }
 }
@@ -308,14 +352,13 @@ __device__ __forceinline__ void StoreQuantised(const BatchParams& params, const 
   const int blocks = min(1 << params.tile_shift, job.tiles - first_tile) / 2;
   const int in_tile = LaneId() % kTileRows;
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x) / kWarpSize; i < blocks * params.x_rows;
-       i += kWarps) {
+  for (int i = static_cast<int>(threadIdx.x) / kWarpSize; i < blocks * params.x_rows; i += kWarps) {
     const int block = i / params.x_rows;
     const int x_row = i - block * params.x_rows;
     const int tile = 2 * block + LaneId() / kTileRows;
     const int lane = in_tile % 8 * 4 + x_row % 8 / 2;
-    const float value = totals[((tile * kTiles + x_row / 8) * kWarpSize + lane) * 4 +
-                               in_tile / 8 * 2 + x_row % 2];
+    const float value =
+        totals[((tile * kTiles + x_row / 8) * kWarpSize + lane) * 4 + in_tile / 8 * 2 + x_row % 2];
     const int row = (first_tile + 2 * block) * kTileRows;
     if (job.y != nullptr) job.y[x_row * job.y_stride + row + LaneId()] = value;
     StoreActivation32(job.out, x_row, (job.out_col + row) / 32, value);
@@ -340,23 +383,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int ahead = params.num_stages - 1;
   std::byte* const end = memory + params.num_stages * params.stage_bytes;
   float4* totals = reinterpret_cast<float4*>(end);
-  Cursor next(params);  // to be sent for
+  Sender<kTiles> sender(params);
 
   {
-    Cursor at = next;
+    Sender<kTiles> first = sender;
 #pragma unroll 1
-    for (int i = 0; i < ahead && !at.AtEnd(params); ++i) {
-      CopyWeights(params, at, memory + i * params.stage_bytes + warp * item_bytes);
-      at.Next(params);
+    for (int i = 0; i < ahead && !first.AtEnd(params); ++i) {
+      first.SendWeights(params, memory + i * params.stage_bytes + warp * item_bytes);
+      first.Next(params);
     }
   }
   GridDependencyWait();
   std::byte* stage = memory;
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) {
-    if (!next.AtEnd(params)) {
-      CopyX<kTiles>(params, next, stage + kWarps * item_bytes);
-      next.Next(params);
+    if (!sender.AtEnd(params)) {
+      sender.SendX(params, stage + kWarps * item_bytes);
+      sender.Next(params);
     }
     CopyAsyncCommit();
     stage += params.stage_bytes;
@@ -365,36 +408,42 @@ __global__ void __launch_bounds__(kThreads, 1)
   stage = memory;
 
   float acc[kTiles][4] = {};
+  Cursor at(params);
 #pragma unroll 1
-  for (Cursor at(params); !at.AtEnd(params); at.Next(params)) {
-    WaitForStage(params);
-    __syncthreads();  // all copies are there, and nobody reads the free stage any more
-    if (!next.AtEnd(params)) {
-      CopyWeights(params, next, free + warp * item_bytes);
-      CopyX<kTiles>(params, next, free + kWarps * item_bytes);
-      next.Next(params);
-    }
-    CopyAsyncCommit();
-
+  while (!at.AtEnd(params)) {
     const Item item(params, at);
-    DotStage<kTiles>(params, item, at.step, stage + warp * item_bytes,
-                     stage + kWarps * item_bytes, acc);
-    free = stage;
-    stage = stage + params.stage_bytes == end ? memory : stage + params.stage_bytes;
-    if (!at.EndsWave(params)) continue;
+#pragma unroll 1
+    while (true) {
+      WaitForStage(params);
+      __syncthreads();  // all copies are there, and nobody reads the free stage any more
+      if (!sender.AtEnd(params)) {
+        sender.SendWeights(params, free + warp * item_bytes);
+        sender.SendX(params, free + kWarps * item_bytes);
+        sender.Next(params);
+      }
+      CopyAsyncCommit();
+      DotStage<kTiles>(params, item, at.step, stage + warp * item_bytes,
+                       stage + kWarps * item_bytes, acc);
+      free = stage;
+      stage = stage + params.stage_bytes == end ? memory : stage + params.stage_bytes;
+      if (at.EndsWave(params)) break;
+      at.Next(params);
+    }
     AddWave<kTiles>(params, at, item, acc, totals);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) acc[n][i] = 0.0f;
     }
-    if (!at.IsLastWave(params)) continue;
-    const float* sums = reinterpret_cast<const float*>(totals);
-    if (params.jobs[at.job].out.q != nullptr) {
-      StoreQuantised<kTiles>(params, at, sums);
-    } else {
-      StoreTotals<kTiles>(params, at, sums);
+    if (at.IsLastWave(params)) {
+      const float* sums = reinterpret_cast<const float*>(totals);
+      if (params.jobs[at.job].out.q != nullptr) {
+        StoreQuantised<kTiles>(params, at, sums);
+      } else {
+        StoreTotals<kTiles>(params, at, sums);
+      }
     }
+    at.Next(params);
   }
 }
 
@@ -407,8 +456,8 @@ BatchJob MakeBatchJob(const ProductJob& job, int lanes) {
   batch.slices = static_cast<int>((job.w.padded_cols() + kSliceCols - 1) / kSliceCols);
   batch.segments = lanes * batch.slices;
   batch.lane_steps = static_cast<int>(job.w.padded_cols() / 32);
-  batch.slice_inverse = (65536u + static_cast<uint32_t>(batch.slices) - 1) /
-                        static_cast<uint32_t>(batch.slices);
+  batch.slice_inverse =
+      (65536u + static_cast<uint32_t>(batch.slices) - 1) / static_cast<uint32_t>(batch.slices);
   batch.x_step = static_cast<int>(job.x_col / 32);
   batch.tile_bytes = TileBytes(job.w.dtype, job.w.cols);
   batch.matrix_bytes = job.w.matrix_bytes();
@@ -426,7 +475,8 @@ int TotalsBytes(const BatchParams& params, int x_tiles) {
          << params.tile_shift;
 }
 
-// Cuts the jobs into passes of 2^tile_shift row tiles; false where shared memory does not hold them.
+// Cuts the jobs into passes of 2^tile_shift row tiles; false where shared memory does not hold
+// them.
 bool CutPasses(BatchParams& params, int x_tiles, int tile_shift) {
   int segments = 1;
   params.tile_shift = tile_shift;
@@ -441,8 +491,8 @@ bool CutPasses(BatchParams& params, int x_tiles, int tile_shift) {
   params.parallel_shift = std::bit_width(static_cast<unsigned>(parallel - 1));
   const int x_bytes = x_tiles * (kXTileBytes + kXScaleBytes) << params.parallel_shift;
   params.step_shift = x_bytes * kMaxSteps <= kMaxXBytes ? 2 : 1;
-  params.stage_bytes = kWarps * ((kStepBytes << params.step_shift) + kScaleBytes) +
-                       (x_bytes << params.step_shift);
+  params.stage_bytes =
+      kWarps * ((kStepBytes << params.step_shift) + kScaleBytes) + (x_bytes << params.step_shift);
   const int room = kMaxSharedBytes - TotalsBytes(params, x_tiles);
   params.num_stages = std::min(room / params.stage_bytes, kMaxStages);
   return params.num_stages >= kMinStages;
@@ -490,8 +540,8 @@ bool LaunchBatchProducts(const LaunchContext& launch, std::span<const ProductJob
   if (best.num_jobs == 0) return false;
 
   const dim3 grid(static_cast<unsigned>(std::min(best.passes, launch.num_sms)));
-  const auto shared = static_cast<size_t>(best.num_stages * best.stage_bytes +
-                                          TotalsBytes(best, x_tiles));
+  const auto shared =
+      static_cast<size_t>(best.num_stages * best.stage_bytes + TotalsBytes(best, x_tiles));
   const auto launch_kernel = [&](auto kernel) {
     Launch(launch, grid, dim3(kThreads), shared, kernel, best);
   };
