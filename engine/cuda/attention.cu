@@ -48,41 +48,40 @@ struct EarlyPicks {
   }
 };
 
-// One split's weighted sums, of heads first_head + 0..15 as far as there are.
-template <int kDim>
+// One split's weighted sums of the block's heads, as far as there are.
+template <int kDim, int kHeadTiles>
 __device__ __forceinline__ void StorePartial(const AttentionArgs& args, int t, int first_head,
                                              int split, const float* weights, std::byte* tile) {
+  constexpr int kN = kDim / 64 / kHeadTiles;  // at once: what registers allow
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int head = first_head + lane / 4, heads = args.params.num_heads;
-  float* to =
-      args.partial + args.SplitIndex(t, head, split) * kDim + warp * (kDim / 8) + 2 * (lane % 4);
-  float* to_high = to + 8 * args.splits * kDim;
-  MultiplyTile<kDim, 1, kDim / 64>(
-      weights, tile, 0, [&](int, int, const float(&products)[kDim / 64][4]) {
-        if (head < heads) {
+  const int own_head = first_head + lane / 4, heads = args.params.num_heads;
+  const int64_t head_stride = static_cast<int64_t>(args.splits) * kDim;
+  float* own = args.partial + args.SplitIndex(t, own_head, split) * kDim + warp * (kDim / 8) +
+               2 * (lane % 4);
+  MultiplyTile<kDim, kHeadTiles, kN>(
+      weights, tile, 0, [&](int m, int first_n, const float(&products)[kN][4]) {
 #pragma unroll
-          for (int n = 0; n < kDim / 64; ++n) {
-            *reinterpret_cast<float2*>(to + 8 * n) = make_float2(products[n][0], products[n][1]);
-          }
-        }
-        if (head + 8 < heads) {
+        for (int i = 0; i < 2; ++i) {
+          if (own_head + 16 * m + 8 * i >= heads) continue;
+          float* to = own + (16 * m + 8 * i) * head_stride + 8 * first_n;
 #pragma unroll
-          for (int n = 0; n < kDim / 64; ++n) {
-            *reinterpret_cast<float2*>(to_high + 8 * n) =
-                make_float2(products[n][2], products[n][3]);
+          for (int n = 0; n < kN; ++n) {
+            *reinterpret_cast<float2*>(to + 8 * n) =
+                make_float2(products[n][2 * i], products[n][2 * i + 1]);
           }
         }
       });
 }
 
-template <int kDim>
+// A block has 16 or 32 heads.
+template <int kDim, int kHeadTiles>
 __global__ void __launch_bounds__(kTileThreads, 2) TileSplitKernel(AttentionArgs args) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
-  using Shared = TileShared<kDim, 1, 1>;
+  using Shared = TileShared<kDim, kHeadTiles, 1>;
   const Shared shared{memory};
-  const int t = args.first_row + blockIdx.x, split = blockIdx.y, first_head = 16 * blockIdx.z;
-  const int first = split * kAttentionSplit;
+  const int t = args.first_row + blockIdx.x, split = blockIdx.y;
+  const int first_head = Shared::kHeads * blockIdx.z, first = split * kAttentionSplit;
   GridDependencyWait();
   // What needs no position is on its way before the position is used; the norms of the queries come
   // while the keys are on theirs.
@@ -103,7 +102,7 @@ __global__ void __launch_bounds__(kTileThreads, 2) TileSplitKernel(AttentionArgs
   }
   CopyAsyncWait<0>();
   __syncthreads();
-  ScoreTile<kDim, 1>(shared.query(), shared.keys(0), shared.scores(0), shared.scores(1));
+  ScoreTile<kDim, kHeadTiles>(shared.query(), shared.keys(0), shared.scores(0), shared.scores(1));
   __syncthreads();
   const int head = HeadOfPass(0);
   if (head < Shared::kHeads) {
@@ -114,7 +113,7 @@ __global__ void __launch_bounds__(kTileThreads, 2) TileSplitKernel(AttentionArgs
     }
   }
   __syncthreads();
-  StorePartial<kDim>(args, t, first_head, split, shared.scores(0), shared.keys(0));
+  StorePartial<kDim, kHeadTiles>(args, t, first_head, split, shared.scores(0), shared.keys(0));
 }
 
 // The head's normed and rotated query, float32, in shared memory.
@@ -218,7 +217,7 @@ __device__ __forceinline__ void FoldBatch(const float2* softmax, int first, int 
 
 // One head's splits of a row, four channels in each thread. Reads the first batch of splits before
 // it knows how many there are, for a shorter chain of loads.
-__global__ void __launch_bounds__(kMaxHeadDim / 4) CombineKernel(AttentionArgs args) {
+__global__ void __launch_bounds__(kMaxHeadDim / 4, 8) CombineKernel(AttentionArgs args) {
   LaunchDependents();
   __shared__ float4 all_folds[kMaxHeadDim / 4];
   const int t = args.first_row + blockIdx.x, head = blockIdx.y;
@@ -300,11 +299,25 @@ AttentionArgs MakeArgs(const AttentionParams& params, const StepRows& step, int 
   return args;
 }
 
-template <int kDim>
+template <int kDim, int kHeadTiles>
 void LaunchTileSplits(const LaunchContext& launch, const AttentionArgs& args, int rows) {
-  const dim3 grid(rows, args.splits, HeadGroups(args.params));
-  Launch(launch, grid, dim3(kTileThreads), TileShared<kDim, 1, 1>::kBytes, TileSplitKernel<kDim>,
-         args);
+  static_assert(2 * (TileShared<kDim, kHeadTiles, 1>::kSplitBytes + 1024) <= 228 * 1024,
+                "two blocks on one SM");
+  const dim3 grid(rows, args.splits, CeilDiv(args.params.num_heads, 16 * kHeadTiles));
+  Launch(launch, grid, dim3(kTileThreads), TileShared<kDim, kHeadTiles, 1>::kSplitBytes,
+         TileSplitKernel<kDim, kHeadTiles>, args);
+}
+
+// More heads in a block read each key less often, once there are blocks for all of the device. Two
+// blocks run on one SM.
+template <int kDim>
+void ChooseSplitHeads(const LaunchContext& launch, const AttentionArgs& args, int rows) {
+  const int64_t blocks = int64_t{rows} * args.splits * HeadGroups(args.params);
+  if (args.params.num_heads > 16 && blocks > int64_t{2} * launch.num_sms) {
+    LaunchTileSplits<kDim, 2>(launch, args, rows);
+  } else {
+    LaunchTileSplits<kDim, 1>(launch, args, rows);
+  }
 }
 
 void LaunchSplits(const LaunchContext& launch, const AttentionArgs& args, int rows) {
@@ -312,9 +325,9 @@ void LaunchSplits(const LaunchContext& launch, const AttentionArgs& args, int ro
     Launch(launch, dim3(rows, args.splits, args.params.num_heads), dim3(kPlainThreads), 0,
            PlainSplitKernel, args);
   } else if (args.params.head_dim == 512) {
-    LaunchTileSplits<512>(launch, args, rows);
+    ChooseSplitHeads<512>(launch, args, rows);
   } else {
-    LaunchTileSplits<256>(launch, args, rows);
+    ChooseSplitHeads<256>(launch, args, rows);
   }
   const unsigned threads = CeilDiv(args.params.head_dim, 4 * 32) * 32;
   Launch(launch, dim3(rows, args.params.num_heads), dim3(threads), 0, CombineKernel, args);

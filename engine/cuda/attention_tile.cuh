@@ -31,8 +31,9 @@ struct TileShared {
   static constexpr int kQueryBytes = kHeads * kRowBytes;
   static constexpr int kKeyBytes = kAttentionSplit * kRowBytes;
   static constexpr int kScoreBytes = kHeads * kScoreStride * 4;
-  static constexpr int kBytes =
-      kQueryBytes + kStages * kKeyBytes + 2 * kScoreBytes + 2 * kHeads * 4;
+  // Without and with the fold factors, which only blocks that fold tiles use.
+  static constexpr int kSplitBytes = kQueryBytes + kStages * kKeyBytes + 2 * kScoreBytes;
+  static constexpr int kBytes = kSplitBytes + 2 * kHeads * 4;
 
   std::byte* base;
 

@@ -359,6 +359,19 @@ TEST(AttentionTest, TilesOfOddHeads) {
   RunAndCompare(MakeProblem(20, 256, KvType::kBF16, 30, 1, 0, {{2, 100}, {0, 3}}));
 }
 
+// Blocks of 16 heads where there are processors for them, else of 32.
+TEST(AttentionTest, SplitsOfAllHeadCountsGiveTheSameBits) {
+  for (const int head_dim : {256, 512}) {
+    SCOPED_TRACE(testing::Message() << head_dim << " channels");
+    Problem problem = MakeProblem(40, head_dim, KvType::kBF16, 70, 2, 60, {{1, 17}, {2, 200}}, 8);
+    const Output small = Attend(problem, Kernel::kFewRows, 1000);
+    const Output large = Attend(problem, Kernel::kFewRows, 1);
+    ExpectReference(problem, large);
+    ExpectForms(problem, large);
+    ExpectSameBits(small, large);
+  }
+}
+
 // Every head count has a kernel of its own for many rows; all give the bits of the split kernel.
 TEST(AttentionTest, ManyRowsGiveTheBitsOfFew) {
   for (const int num_heads : {8, 16, 24, 64}) {
