@@ -195,23 +195,20 @@ __global__ void __launch_bounds__(kPlainThreads) PlainSplitKernel(AttentionArgs 
   }
 }
 
-// Fold factors of kCombineBatch splits from `first` on, worked out by a lane each: {old_part,
-// new_part, sum} to `folds`, shared, this warp's. Splits from `used` on leave the maximum alone.
-__device__ __forceinline__ void FoldBatch(const float2* softmax, int first, int used,
-                                          float& max_so_far, float4* folds) {
+// Fold factors of kCombineBatch splits, worked out by a lane each from its split's (max, sum),
+// which is `own`: {old_part, new_part, sum} to `folds`, shared, this warp's.
+__device__ __forceinline__ void FoldBatch(float2 own, float& max_so_far, float4* folds) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const bool there = lane < kCombineBatch && first + lane < used;
-  const float2 own = there ? softmax[first + lane] : make_float2(-INFINITY, 0.0f);
   float top = fmaxf(max_so_far, own.x);
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
+  for (int distance = 1; distance < kCombineBatch; distance *= 2) {
     const float below = __shfl_sync(kFullMask, top, max(lane - distance, 0));
     top = fmaxf(below, top);
   }
   const float lower = __shfl_sync(kFullMask, top, max(lane - 1, 0));
   const float before = lane == 0 ? max_so_far : lower;
   folds[lane] = make_float4(expf(before - top), expf(own.x - top), own.y, 0.0f);
-  max_so_far = __shfl_sync(kFullMask, top, 31);
+  max_so_far = __shfl_sync(kFullMask, top, kCombineBatch - 1);
   __syncwarp();
 }
 
@@ -222,7 +219,7 @@ __global__ void __launch_bounds__(kMaxHeadDim / 4, 8) CombineKernel(AttentionArg
   __shared__ float4 all_folds[kMaxHeadDim / 4];
   const int t = args.first_row + blockIdx.x, head = blockIdx.y;
   const int dim = args.params.head_dim, rope_dim = args.params.rope_dim;
-  const int channel = 4 * static_cast<int>(threadIdx.x);
+  const int channel = 4 * static_cast<int>(threadIdx.x), lane = static_cast<int>(threadIdx.x) % 32;
   const bool active = channel < dim;
   const int64_t head_first = args.SplitIndex(t, head, 0);
   const float* partial = args.partial + head_first * dim + (active ? channel : 0);
@@ -238,13 +235,19 @@ __global__ void __launch_bounds__(kMaxHeadDim / 4, 8) CombineKernel(AttentionArg
   float v[4] = {};
   int first = 0, used = 0;
   do {
+    const int own_split = first + min(lane, kCombineBatch - 1);
+    const float2* softmax = args.softmax + head_first + min(own_split, args.splits - 1);
+    float2 own = make_float2(__uint_as_float(LoadEarly4(&softmax->x)),
+                             __uint_as_float(LoadEarly4(&softmax->y)));
     float4 splits[kCombineBatch];
 #pragma unroll
     for (int i = 0; i < kCombineBatch; ++i) {
       splits[i] = *reinterpret_cast<const float4*>(partial + min(first + i, args.splits - 1) * dim);
     }
     used = (KeysOfRow(args, t, row).total + kAttentionSplit - 1) / kAttentionSplit;
-    FoldBatch(args.softmax + head_first, first, used, max_so_far, folds);
+    // Other lanes leave the maximum alone.
+    if (lane >= kCombineBatch || own_split >= used) own = make_float2(-INFINITY, 0.0f);
+    FoldBatch(own, max_so_far, folds);
 #pragma unroll
     for (int i = 0; i < kCombineBatch; ++i) {
       if (first + i >= used) break;
