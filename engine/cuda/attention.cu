@@ -48,13 +48,14 @@ struct EarlyPicks {
   }
 };
 
-// One split's weighted sums of the block's heads, as far as there are.
+// One split's weighted sums of the block's heads, as far as there are `heads`.
 template <int kDim, int kHeadTiles>
 __device__ __forceinline__ void StorePartial(const AttentionArgs& args, int t, int first_head,
-                                             int split, const float* weights, std::byte* tile) {
+                                             int heads, int split, const float* weights,
+                                             std::byte* tile) {
   constexpr int kN = kDim / 64 / kHeadTiles;  // at once: what registers allow
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int own_head = first_head + lane / 4, heads = args.params.num_heads;
+  const int own_head = first_head + lane / 4;
   const int64_t head_stride = static_cast<int64_t>(args.splits) * kDim;
   float* own = args.partial + args.SplitIndex(t, own_head, split) * kDim + warp * (kDim / 8) +
                2 * (lane % 4);
@@ -73,29 +74,31 @@ __device__ __forceinline__ void StorePartial(const AttentionArgs& args, int t, i
       });
 }
 
-// A block has 16 or 32 heads.
+// A split of a row for a block of 16 or 32 heads. turn: as RehearseAndRun has it.
 template <int kDim, int kHeadTiles>
-__global__ void __launch_bounds__(kTileThreads, 2) TileSplitKernel(AttentionArgs args) {
-  LaunchDependents();
-  DS4_DYNAMIC_SHARED(memory);
+__device__ __forceinline__ void SplitTile(const AttentionArgs& args, std::byte* memory, bool turn) {
   using Shared = TileShared<kDim, kHeadTiles, 1>;
+  constexpr int kWarps = kTileThreads / 32;
   const Shared shared{memory};
   const int t = args.first_row + blockIdx.x, split = blockIdx.y;
   const int first_head = Shared::kHeads * blockIdx.z, first = split * kAttentionSplit;
-  GridDependencyWait();
+  const int own_head = static_cast<int>(threadIdx.x) / 32;
   // What needs no position is on its way before the position is used; the norms of the queries come
   // while the keys are on theirs.
-  const RowPlace place = LoadPlace(args, t);
-  EarlyPicks picks;
-  picks.Load(args, t, first);
-  constexpr int kWarps = kTileThreads / 32;
-  HeadChannels<kDim> heads[Shared::kHeads / kWarps];
-  const int own_head = static_cast<int>(threadIdx.x) / 32;
-  LoadHeads<kDim>(args, t, first_head, own_head, heads);
-  const ChannelAngles<4> angles = LoadHeadAngles<kDim>(args, t);
-  const RowKeys keys = KeysOfRow(args, t, place);
-  if (first >= keys.total) return;
-  LoadKeyTile<kDim>(args, picks.Ids(args, keys, first), shared.keys(0));
+  HeadChannels<kDim> heads[Shared::kHeads / kWarps] = {};
+  ChannelAngles<4> angles = {};
+  int count = kAttentionSplit;  // of keys, and more
+  if (turn) {
+    const RowPlace place = LoadPlace(args, t);
+    EarlyPicks picks;
+    picks.Load(args, t, first);
+    LoadHeads<kDim>(args, t, first_head, own_head, heads);
+    angles = LoadHeadAngles<kDim>(args, t);
+    const RowKeys keys = KeysOfRow(args, t, place);
+    count = keys.total - first;
+    if (count <= 0) return;
+    LoadKeyTile<kDim>(args, picks.Ids(args, keys, first), shared.keys(0));
+  }
 #pragma unroll
   for (int i = 0; i < Shared::kHeads / kWarps; ++i) {
     NormRotateHead<kDim>(args, angles, heads[i], shared.query(), own_head + i * kWarps);
@@ -107,13 +110,23 @@ __global__ void __launch_bounds__(kTileThreads, 2) TileSplitKernel(AttentionArgs
   const int head = HeadOfPass(0);
   if (head < Shared::kHeads) {
     float2 softmax[1];
-    WeighHeads(shared.scores(0), shared.scores(1), args.scale, keys.total - first, softmax);
-    if (threadIdx.x % 8 == 0 && first_head + head < args.params.num_heads) {
+    WeighHeads(shared.scores(0), shared.scores(1), args.scale, count, softmax);
+    if (turn && threadIdx.x % 8 == 0 && first_head + head < args.params.num_heads) {
       args.softmax[args.SplitIndex(t, first_head + head, split)] = softmax[0];
     }
   }
   __syncthreads();
-  StorePartial<kDim, kHeadTiles>(args, t, first_head, split, shared.scores(0), shared.keys(0));
+  const int heads_there = turn ? args.params.num_heads : 0;
+  StorePartial<kDim, kHeadTiles>(args, t, first_head, heads_there, split, shared.scores(0),
+                                 shared.keys(0));
+}
+
+template <int kDim, int kHeadTiles>
+__global__ void __launch_bounds__(kTileThreads, 2)
+    TileSplitKernel(AttentionArgs args, bool rehearse) {
+  LaunchDependents();
+  DS4_DYNAMIC_SHARED(memory);
+  RehearseAndRun(rehearse, [&](bool turn) { SplitTile<kDim, kHeadTiles>(args, memory, turn); });
 }
 
 // The head's normed and rotated query, float32, in shared memory.
@@ -213,38 +226,41 @@ __device__ __forceinline__ void FoldBatch(float2 own, float& max_so_far, float4*
 }
 
 // One head's splits of a row, four channels in each thread. Reads the first batch of splits before
-// it knows how many there are, for a shorter chain of loads.
-__global__ void __launch_bounds__(kMaxHeadDim / 4, 8) CombineKernel(AttentionArgs args) {
-  LaunchDependents();
-  __shared__ float4 all_folds[kMaxHeadDim / 4];
+// it knows how many there are, for a shorter chain of loads. turn: as RehearseAndRun has it.
+__device__ __forceinline__ void CombineSplits(const AttentionArgs& args, const HeadPlace& place,
+                                              float sink, float4* folds, bool turn) {
   const int t = args.first_row + blockIdx.x, head = blockIdx.y;
   const int dim = args.params.head_dim, rope_dim = args.params.rope_dim;
   const int channel = 4 * static_cast<int>(threadIdx.x), lane = static_cast<int>(threadIdx.x) % 32;
   const bool active = channel < dim;
   const int64_t head_first = args.SplitIndex(t, head, 0);
   const float* partial = args.partial + head_first * dim + (active ? channel : 0);
-  float4* folds = all_folds + threadIdx.x / 32 * 32;
-  const float sink = args.job.sinks[head];  // a weight
-  const HeadPlace place = PlaceOfHead(head, args.params.num_heads, args.job.heads_per_group, dim);
-  GridDependencyWait();
-  const RowPlace row = LoadPlace(args, t);
-  const int64_t row_angles = static_cast<int64_t>(t) * (rope_dim / 2);
-  const ChannelAngles<2> angles =
-      LoadAngles<2>(channel, dim, rope_dim, args.rope.cos + row_angles, args.rope.sin + row_angles);
+  ChannelAngles<2> angles = {};
+  RowPlace row;
+  if (turn) {
+    row = LoadPlace(args, t);
+    const int64_t row_angles = static_cast<int64_t>(t) * (rope_dim / 2);
+    angles = LoadAngles<2>(channel, dim, rope_dim, args.rope.cos + row_angles,
+                           args.rope.sin + row_angles);
+  }
   float max_so_far = -INFINITY, sum_so_far = 0.0f;
   float v[4] = {};
-  int first = 0, used = 0;
+  int first = 0, used = kCombineBatch;
   do {
     const int own_split = first + min(lane, kCombineBatch - 1);
-    const float2* softmax = args.softmax + head_first + min(own_split, args.splits - 1);
-    float2 own = make_float2(__uint_as_float(LoadEarly4(&softmax->x)),
-                             __uint_as_float(LoadEarly4(&softmax->y)));
-    float4 splits[kCombineBatch];
+    float2 own = make_float2(0.0f, 0.0f);
+    float4 splits[kCombineBatch] = {};
+    if (turn) {
+      const float2* softmax = args.softmax + head_first + min(own_split, args.splits - 1);
+      own = make_float2(__uint_as_float(LoadEarly4(&softmax->x)),
+                        __uint_as_float(LoadEarly4(&softmax->y)));
 #pragma unroll
-    for (int i = 0; i < kCombineBatch; ++i) {
-      splits[i] = *reinterpret_cast<const float4*>(partial + min(first + i, args.splits - 1) * dim);
+      for (int i = 0; i < kCombineBatch; ++i) {
+        splits[i] =
+            *reinterpret_cast<const float4*>(partial + min(first + i, args.splits - 1) * dim);
+      }
+      used = (KeysOfRow(args, t, row).total + kAttentionSplit - 1) / kAttentionSplit;
     }
-    used = (KeysOfRow(args, t, row).total + kAttentionSplit - 1) / kAttentionSplit;
     // Other lanes leave the maximum alone.
     if (lane >= kCombineBatch || own_split >= used) own = make_float2(-INFINITY, 0.0f);
     FoldBatch(own, max_so_far, folds);
@@ -265,9 +281,23 @@ __global__ void __launch_bounds__(kMaxHeadDim / 4, 8) CombineKernel(AttentionArg
 #pragma unroll
   for (int k = 0; k < 4; ++k) v[k] = active ? v[k] * factor : 0.0f;
   TurnBack(v, channel, dim, rope_dim, angles);
-  StoreColumns(args.job.out, t, place.first_col + channel, v, active);
+  StoreColumns(args.job.out, t, place.first_col + channel, v, active && turn);
+  if (!turn) return;
   StorePadding<4>(args.job.out, t, place.first_col + dim, place.padding_end, threadIdx.x,
                   blockDim.x);
+}
+
+__global__ void __launch_bounds__(kMaxHeadDim / 4, 8)
+    CombineKernel(AttentionArgs args, bool rehearse) {
+  LaunchDependents();
+  __shared__ float4 folds[kMaxHeadDim / 4];  // 32 of each warp
+  const int head = blockIdx.y;
+  const float sink = args.job.sinks[head];  // a weight
+  const HeadPlace place =
+      PlaceOfHead(head, args.params.num_heads, args.job.heads_per_group, args.params.head_dim);
+  RehearseAndRun(rehearse, [&](bool turn) {
+    CombineSplits(args, place, sink, folds + threadIdx.x / 32 * 32, turn);
+  });
 }
 
 void CheckJob(const AttentionParams& params, const AttentionJob& job, const LayerCache& cache) {
@@ -303,12 +333,13 @@ AttentionArgs MakeArgs(const AttentionParams& params, const StepRows& step, int 
 }
 
 template <int kDim, int kHeadTiles>
-void LaunchTileSplits(const LaunchContext& launch, const AttentionArgs& args, int rows) {
+void LaunchTileSplits(const LaunchContext& launch, const AttentionArgs& args, int rows,
+                      bool rehearse) {
   static_assert(2 * (TileShared<kDim, kHeadTiles, 1>::kSplitBytes + 1024) <= 228 * 1024,
                 "two blocks on one SM");
   const dim3 grid(rows, args.splits, CeilDiv(args.params.num_heads, 16 * kHeadTiles));
   Launch(launch, grid, dim3(kTileThreads), TileShared<kDim, kHeadTiles, 1>::kSplitBytes,
-         TileSplitKernel<kDim, kHeadTiles>, args);
+         TileSplitKernel<kDim, kHeadTiles>, args, rehearse);
 }
 
 // More heads in a block read each key less often, once there are blocks for all of the device. Two
@@ -317,9 +348,10 @@ template <int kDim>
 void ChooseSplitHeads(const LaunchContext& launch, const AttentionArgs& args, int rows) {
   const int64_t blocks = int64_t{rows} * args.splits * HeadGroups(args.params);
   if (args.params.num_heads > 16 && blocks > int64_t{2} * launch.num_sms) {
-    LaunchTileSplits<kDim, 2>(launch, args, rows);
+    LaunchTileSplits<kDim, 2>(launch, args, rows, false);
   } else {
-    LaunchTileSplits<kDim, 1>(launch, args, rows);
+    // The choice of keys leaves most of the device free, a product before it does not.
+    LaunchTileSplits<kDim, 1>(launch, args, rows, args.job.picks != nullptr);
   }
 }
 
@@ -333,7 +365,9 @@ void LaunchSplits(const LaunchContext& launch, const AttentionArgs& args, int ro
     ChooseSplitHeads<256>(launch, args, rows);
   }
   const unsigned threads = CeilDiv(args.params.head_dim, 4 * 32) * 32;
-  Launch(launch, dim3(rows, args.params.num_heads), dim3(threads), 0, CombineKernel, args);
+  const bool rehearse = rows * args.params.num_heads <= 2 * launch.num_sms;
+  Launch(launch, dim3(rows, args.params.num_heads), dim3(threads), 0, CombineKernel, args,
+         rehearse);
 }
 
 }  // namespace

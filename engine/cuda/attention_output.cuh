@@ -10,16 +10,15 @@ namespace ds4::cuda {
 
 // Where a head's columns stand in the output row.
 struct HeadPlace {
-  int64_t first_col = 0;    // of the head
-  int64_t padding_end = 0;  // the head also zeroes [first_col + head_dim, padding_end)
+  int first_col = 0;    // of the head
+  int padding_end = 0;  // the head also zeroes [first_col + head_dim, padding_end)
 };
 __device__ __forceinline__ HeadPlace PlaceOfHead(int head, int num_heads, int heads_per_group,
                                                  int head_dim) {
-  const int64_t group_cols = (static_cast<int64_t>(heads_per_group) * head_dim + kColumnGrain - 1) /
-                             kColumnGrain * kColumnGrain;
-  const int64_t group_first = head / heads_per_group * group_cols;
-  const int in_group = head % heads_per_group;
-  const int64_t first = group_first + static_cast<int64_t>(in_group) * head_dim;
+  const int group_cols =
+      (heads_per_group * head_dim + kColumnGrain - 1) / kColumnGrain * kColumnGrain;
+  const int group = head / heads_per_group, in_group = head - group * heads_per_group;
+  const int group_first = group * group_cols, first = group_first + in_group * head_dim;
   const bool last = in_group == heads_per_group - 1 || head == num_heads - 1;
   return {first, last ? group_first + group_cols : first + head_dim};
 }
@@ -63,7 +62,7 @@ __device__ __forceinline__ void TurnBack(float (&v)[2 * kPairs], int channel, in
 // StoreActivation32's rule for kCols (4 or 8) columns in a lane: neighbouring lanes hold a block of
 // 32. The whole warp calls it; lanes with `active` false write nothing.
 template <int kCols>
-__device__ __forceinline__ void StoreQuantized(const ActivationView& out, int row, int64_t col,
+__device__ __forceinline__ void StoreQuantized(const ActivationView& out, int row, int col,
                                                const float (&v)[kCols], bool active) {
   uint32_t magnitude = 0;
 #pragma unroll
@@ -92,7 +91,7 @@ __device__ __forceinline__ void StoreQuantized(const ActivationView& out, int ro
   const float scale = zeros ? 0.0f : amax / 127.0f;
   const int64_t tiles = TilesOf(out);
   const int64_t block = col / 32;
-  const int in_block = static_cast<int>(col % 32);
+  const int in_block = col % 32;
   uint32_t* to = reinterpret_cast<uint32_t*>(out.q + (block * tiles + row / 8) * 32 + row % 8 * 4 +
                                              in_block / 8) +
                  in_block / 4 % 2;
@@ -100,14 +99,14 @@ __device__ __forceinline__ void StoreQuantized(const ActivationView& out, int ro
   for (int k = 0; k < kCols / 4; ++k) to[k] = words[k];
   if (in_block == 0) out.scale[block * tiles * 8 + row] = scale;
   if (out.sums != nullptr && in_block % 16 == 0) {
-    out.sums[col / 16 * tiles * 8 + row] = scale * static_cast<float>(sum);
+    out.sums[static_cast<int64_t>(col / 16) * tiles * 8 + row] = scale * static_cast<float>(sum);
   }
 }
 
 // kCols (4 or 8) neighbouring columns of one row in a lane, in every form of `out`. The whole warp
 // calls it.
 template <int kCols>
-__device__ __forceinline__ void StoreColumns(const ActivationView& out, int row, int64_t col,
+__device__ __forceinline__ void StoreColumns(const ActivationView& out, int row, int col,
                                              const float (&v)[kCols], bool active) {
 #pragma unroll
   for (int k = 0; k < kCols; k += 4) {
@@ -126,13 +125,13 @@ __device__ __forceinline__ void StoreColumns(const ActivationView& out, int row,
 // Zeroes the group's padding behind its last head. The whole warp calls it with its own share:
 // lanes `lane`, `lane + lanes`, ... of kCols columns each.
 template <int kCols>
-__device__ __forceinline__ void StorePadding(const ActivationView& out, int row, int64_t begin,
-                                             int64_t end, int lane, int lanes) {
+__device__ __forceinline__ void StorePadding(const ActivationView& out, int row, int begin, int end,
+                                             int lane, int lanes) {
   const float zeros[kCols] = {};
   // Rounded up to whole warps, for the quantised form is written by warps.
 #pragma unroll 1
-  for (int64_t first = begin; first < end; first += kCols * lanes) {
-    const int64_t col = first + kCols * lane;
+  for (int first = begin; first < end; first += kCols * lanes) {
+    const int col = first + kCols * lane;
     StoreColumns(out, row, col, zeros, col < end);
   }
 }

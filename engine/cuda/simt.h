@@ -339,6 +339,20 @@ __device__ __forceinline__ float FromFour(float value, int i) {
 #endif
 }
 
+// The work of a kernel after its wait. A kernel that runs once in a layer finds none of its
+// instructions near the SM, and fetching them can take longer than running them. One whose blocks
+// start while the kernels ahead still run can go through its work once before its turn: work(false)
+// loads nothing from memory that others write and stores nothing to memory, and work(true) is the
+// real one. Every thread comes here.
+template <typename Work>
+__device__ __forceinline__ void RehearseAndRun(bool rehearse, Work work) {
+#pragma unroll 1
+  for (int turn = rehearse ? 0 : 1; turn < 2; ++turn) {
+    if (turn == 1) GridDependencyWait();
+    work(turn == 1);
+  }
+}
+
 // Every lane gets the sum (the same bits) in the fixed order of the tree 16, 8, 4, 2, 1.
 __device__ __forceinline__ float WarpSum(float value) {
 #pragma unroll

@@ -229,6 +229,15 @@ __global__ void AtomicsKernel(int n, uint32_t* out) {
   }
 }
 
+__global__ void RehearseKernel(bool rehearse, int* out) {
+  LaunchDependents();
+  int calls = 0;
+  RehearseAndRun(rehearse, [&](bool turn) {
+    ++calls;
+    if (turn) out[GlobalIndex()] = calls;
+  });
+}
+
 __global__ void StepKernel(uint32_t* x, int count) {
   LaunchDependents();
   GridDependencyWait();
@@ -309,6 +318,9 @@ void LaunchNumberThreads(const LaunchContext& launch, int* out) {
 }
 void LaunchAtomics(const LaunchContext& launch, int n, uint32_t* out) {
   Launch(launch, BlocksFor(n, 64), 64, 0, AtomicsKernel, n, out);
+}
+void LaunchRehearse(const LaunchContext& launch, bool rehearse, int* out) {
+  Launch(launch, 2, 32, 0, RehearseKernel, rehearse, out);
 }
 void LaunchStep(const LaunchContext& launch, uint32_t* x, int count) {
   Launch(launch, BlocksFor(count, 64), 64, 0, StepKernel, x, count);

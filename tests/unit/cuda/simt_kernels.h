@@ -60,6 +60,8 @@ void LaunchStreamCopy(const LaunchContext& launch, const void* x, int bytes, voi
 void LaunchNumberThreads(const LaunchContext& launch, int* out);
 // int, unsigned, float sums of 0..n-1, maximum, count of compare-and-swap wins; out [5] as words.
 void LaunchAtomics(const LaunchContext& launch, int n, uint32_t* out);
+// out[i], i < 64: how often RehearseAndRun has called when it is the thread's turn.
+void LaunchRehearse(const LaunchContext& launch, bool rehearse, int* out);
 // x[i] = 3 x[i] + 1, i < count.
 void LaunchStep(const LaunchContext& launch, uint32_t* x, int count);
 // Sets flags[0] = 1, waits up to `limit_ms` for flags[1] == 2, then result = data + 1, or 0 when

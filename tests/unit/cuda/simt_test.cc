@@ -287,6 +287,14 @@ TEST_F(SimtTest, LoadsOfSixteenBytes) {
   EXPECT_EQ(ToHost<uint32_t>(out), x);
 }
 
+TEST_F(SimtTest, ARehearsalComesBeforeTheTurn) {
+  for (const bool rehearse : {false, true}) {
+    const DeviceBuffer out = Zeros(64 * 4);
+    LaunchRehearse(launch, rehearse, out.as<int>());
+    EXPECT_THAT(ToHost<int>(out), ::testing::Each(rehearse ? 2 : 1));
+  }
+}
+
 TEST_F(SimtTest, ThreadsAndBlocksAreNumberedInThreeDimensions) {
   constexpr int kBlocks = 3 * 2 * 2, kThreads = 8 * 4 * 3;
   const DeviceBuffer out = Zeros(kBlocks * kThreads * 4);
