@@ -320,36 +320,38 @@ __device__ __forceinline__ void LoadAngles(const IndexArgs& args, int t, int lan
   angles[lane + kWarpSize] = own[1];
 }
 
-// A block for one row and key_tiles runs of keys, a warp for eight heads.
-__global__ void __launch_bounds__(kMaxHeads * 4, 2) FewScoresKernel(IndexArgs args, int key_tiles) {
-  DS4_DYNAMIC_SHARED(shared);
-  LaunchDependents();
-  const int self = static_cast<int>(threadIdx.x), warps = static_cast<int>(blockDim.x) / kWarpSize;
-  const int warp = self / kWarpSize, lane = self % kWarpSize;
+// One row and key_tiles runs of keys, a warp for eight heads. turn: as RehearseAndRun has it.
+__device__ __forceinline__ void ScoreRuns(const IndexArgs& args, int key_tiles, std::byte* shared,
+                                          bool turn) {
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   float* all_parts = reinterpret_cast<float*>(shared + kFewKeys * kKeyBytes);
   float2* angles = reinterpret_cast<float2*>(all_parts + warps * (4 * kFewKeys));
   const int row = static_cast<int>(blockIdx.y), t = args.first + row;
   const int first_key = static_cast<int>(blockIdx.x) * key_tiles * kFewKeys;
-  const int64_t head = static_cast<int64_t>(t) * (8 * warps) + 8 * warp;
-  const float* q_at = args.q + (head + lane / 4) * kDim + lane % 4 * 8;
-  GridDependencyWait();
-
-  // All that needs no position is on its way before the position is used.
-  const int slot = args.step.slot[t], pos = args.step.pos[t];
-  uint4 q[4][2];
+  uint4 q[4][2] = {};
+  float2 weight = make_float2(0.0f, 0.0f);
+  const std::byte* keys = static_cast<const std::byte*>(args.keys);
+  int visible = first_key, end_key = first_key;
+  if (turn) {
+    // All that needs no position is on its way before the position is used.
+    const int slot = args.step.slot[t], pos = args.step.pos[t];
+    const int64_t head = static_cast<int64_t>(t) * (8 * warps) + 8 * warp;
+    const float* q_at = args.q + (head + lane / 4) * kDim + lane % 4 * 8;
 #pragma unroll
-  for (int group = 0; group < 4; ++group) {
-    q[group][0] = LoadEarly16(q_at + 32 * group);
-    q[group][1] = LoadEarly16(q_at + 32 * group + 4);
+    for (int group = 0; group < 4; ++group) {
+      q[group][0] = LoadEarly16(q_at + 32 * group);
+      q[group][1] = LoadEarly16(q_at + 32 * group + 4);
+    }
+    if (warp == 0) LoadAngles(args, t, lane, angles);
+    visible = VisibleRows(slot, pos, args.params.ratio);
+    end_key = min(visible, first_key + key_tiles * kFewKeys);
+    if (visible <= args.params.index_top_k || first_key >= end_key) return;
+    keys += static_cast<int64_t>(slot) * args.max_rows * kKeyBytes;
+    CopyRun(keys, first_key, visible, shared);
+    weight = *reinterpret_cast<const float2*>(args.head_weights + head + lane % 4 * 2);
   }
-  if (warp == 0) LoadAngles(args, t, lane, angles);
-  const int visible = VisibleRows(slot, pos, args.params.ratio);
-  const int end_key = min(visible, first_key + key_tiles * kFewKeys);
-  if (visible <= args.params.index_top_k || first_key >= end_key) return;
-  const std::byte* keys = static_cast<const std::byte*>(args.keys) +
-                          static_cast<int64_t>(slot) * args.max_rows * kKeyBytes;
-  CopyRun(keys, first_key, visible, shared);
-  const float2 weight = *reinterpret_cast<const float2*>(args.head_weights + head + lane % 4 * 2);
   __syncthreads();
   const EightHeads heads = RotateHeads(q, reinterpret_cast<const float4*>(angles));
 
@@ -366,6 +368,13 @@ __global__ void __launch_bounds__(kMaxHeads * 4, 2) FewScoresKernel(IndexArgs ar
     if (next >= end_key) break;
     first = next;
   }
+}
+
+__global__ void __launch_bounds__(kMaxHeads * 4, 2)
+    FewScoresKernel(IndexArgs args, int key_tiles, bool rehearse) {
+  DS4_DYNAMIC_SHARED(shared);
+  LaunchDependents();
+  RehearseAndRun(rehearse, [&](bool turn) { ScoreRuns(args, key_tiles, shared, turn); });
 }
 
 // ---- Scores of any shape ----
@@ -453,7 +462,8 @@ void LaunchFewScores(const LaunchContext& launch, const IndexArgs& args, int64_t
   const int key_runs = static_cast<int>((max_visible + kFewKeys - 1) / kFewKeys);
   const int tiles = KeyTiles(int64_t{key_runs} * rows, int64_t{kFewBlocks} * launch.num_sms);
   const dim3 grid((key_runs + tiles - 1) / tiles, rows);
-  Launch(launch, grid, dim3(heads * 4), FewSharedBytes(heads), FewScoresKernel, args, tiles);
+  Launch(launch, grid, dim3(heads * 4), FewSharedBytes(heads), FewScoresKernel, args, tiles,
+         int64_t{grid.x} * grid.y <= launch.num_sms);
 }
 
 // Neighbours share the keys that a warp holds, and a block keeps its queries for several runs of

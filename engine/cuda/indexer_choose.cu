@@ -199,8 +199,8 @@ __device__ __forceinline__ int2 WarpPrefix(int2 sums) {
   return sums;
 }
 
-// Writes the ids of the chosen keys in rising order. Each thread counts what its stretch of ids
-// adds, so that those behind it know where to write.
+// Writes the ids of the chosen keys in rising order, if `picks` is not null. Each thread counts
+// what its stretch of ids adds, so that those behind it know where to write.
 __device__ __forceinline__ void WriteChoice(const RowScores& keys, int count, Threshold threshold,
                                             int32_t* picks) {
   __shared__ int2 of_warp[kChooseWarps];
@@ -233,7 +233,9 @@ __device__ __forceinline__ void WriteChoice(const RowScores& keys, int count, Th
     for (int k = 0; k < 4; ++k) {
       if (i + k >= end || bits[k] < threshold.bits) continue;
       const bool is_above = bits[k] > threshold.bits;
-      if (is_above || equal < threshold.ties) picks[above + min(equal, threshold.ties)] = i + k;
+      if (picks != nullptr && (is_above || equal < threshold.ties)) {
+        picks[above + min(equal, threshold.ties)] = i + k;
+      }
       above += is_above ? 1 : 0;
       equal += is_above ? 0 : 1;
     }
@@ -272,11 +274,10 @@ __device__ __forceinline__ uint2 KeepScores(const float* scores, float4 four, in
                     __reduce_max_sync(kFullMask, there ? shared.greatest[lane] : 0u));
 }
 
-__global__ void __launch_bounds__(kChooseThreads)
-    ChooseKernel(IndexArgs args, int kept, int32_t* picks, int32_t* count) {
-  DS4_DYNAMIC_SHARED(memory);
-  __shared__ ChooseShared shared;
-  LaunchDependents();
+// The row of this block. turn: as RehearseAndRun has it; the rehearsal chooses from a rising row.
+__device__ __forceinline__ void ChooseRow(const IndexArgs& args, int kept, uint32_t* kept_bits,
+                                          ChooseShared& shared, int32_t* picks, int32_t* count,
+                                          bool turn) {
   const int self = static_cast<int>(threadIdx.x), num_threads = static_cast<int>(blockDim.x);
   const int t = args.first + static_cast<int>(blockIdx.x), top_k = args.params.index_top_k;
   const float* scores = args.scores + blockIdx.x * args.stride;
@@ -284,24 +285,35 @@ __global__ void __launch_bounds__(kChooseThreads)
 #pragma unroll 1
   for (int i = self; i < kDigits; i += num_threads) shared.histogram[i] = 0;
   if (self == 0) shared.num_candidates = 0;
-  GridDependencyWait();
-
-  // On their way before it is known whether they are needed. The row's room is in fours.
-  float4 four = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  if (4 * self < args.stride) four = *reinterpret_cast<const float4*>(scores + 4 * self);
-  const int visible = VisibleRows(args, t);
-  if (self == 0) count[t] = min(visible, top_k);
-  if (visible <= top_k) {
-    for (int i = self; i < visible; i += num_threads) picks[i] = i;
-    return;
+  const float rising = static_cast<float>(4 * self);
+  float4 four = make_float4(rising, rising + 1.0f, rising + 2.0f, rising + 3.0f);
+  int visible = top_k + 1;
+  if (turn) {
+    // On their way before it is known whether they are needed. The row's room is in fours.
+    if (4 * self < args.stride) four = *reinterpret_cast<const float4*>(scores + 4 * self);
+    visible = VisibleRows(args, t);
+    if (self == 0) count[t] = min(visible, top_k);
+    if (visible <= top_k) {
+      for (int i = self; i < visible; i += num_threads) picks[i] = i;
+      return;
+    }
   }
-  uint32_t* kept_bits = reinterpret_cast<uint32_t*>(memory);
   const RowScores keys{scores, kept_bits, kept};
   const uint2 ends = KeepScores(scores, four, visible, kept, kept_bits, shared);
   Bins bins;
   const bool found = bins.Set(ends.x, ends.y) && FindByBins(keys, visible, top_k, bins, shared);
   const Threshold threshold = found ? shared.threshold : FindByBytes(keys, visible, top_k, shared);
-  WriteChoice(keys, visible, threshold, picks);
+  WriteChoice(keys, visible, threshold, turn ? picks : nullptr);
+}
+
+__global__ void __launch_bounds__(kChooseThreads)
+    ChooseKernel(IndexArgs args, int kept, int32_t* picks, int32_t* count, bool rehearse) {
+  DS4_DYNAMIC_SHARED(memory);
+  __shared__ ChooseShared shared;
+  LaunchDependents();
+  RehearseAndRun(rehearse, [&](bool turn) {
+    ChooseRow(args, kept, reinterpret_cast<uint32_t*>(memory), shared, picks, count, turn);
+  });
 }
 
 }  // namespace
@@ -310,8 +322,11 @@ void LaunchChoose(const LaunchContext& launch, const IndexArgs& args, int64_t ma
                   int32_t* picks, int32_t* count) {
   const int kept = static_cast<int>(std::min<int64_t>(args.stride, kMaxKeptKeys));
   const int threads = max_visible <= kFewChooseKeys ? kFewChooseThreads : kChooseThreads;
-  Launch(launch, dim3(args.end - args.first), dim3(threads), size_t{4} * kept, ChooseKernel, args,
-         kept, picks, count);
+  const int rows = args.end - args.first, top_k = args.params.index_top_k;
+  // The scores leave room beside them. What the rehearsal chooses from is what one round loads.
+  const bool rehearse = rows <= launch.num_sms && top_k < kept && top_k < 4 * threads;
+  Launch(launch, dim3(rows), dim3(threads), size_t{4} * kept, ChooseKernel, args, kept, picks,
+         count, rehearse);
 }
 
 }  // namespace ds4::cuda
