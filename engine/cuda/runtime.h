@@ -10,6 +10,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/base/status.h"
@@ -31,15 +32,27 @@ Result<std::vector<DeviceInfo>> ListDevices();
 // Makes `index` the calling thread's device. Every thread that uses this API calls it first.
 Status UseDevice(int index);
 
-// Device memory, zero-filled by Allocate. Move-only.
-class DeviceBuffer {
+enum class MemoryKind {
+  kDevice,
+  kPinned,  // page-locked host memory that the device can read and write at the same address
+};
+
+// Memory, zero-filled by Allocate. Move-only.
+template <MemoryKind kKind>
+class Buffer {
  public:
-  DeviceBuffer() = default;
-  DeviceBuffer(DeviceBuffer&& other) noexcept { *this = std::move(other); }
-  DeviceBuffer& operator=(DeviceBuffer&& other) noexcept;
-  ~DeviceBuffer();
-  // kResourceExhausted names the bytes asked for and those that are free.
-  static Result<DeviceBuffer> Allocate(int64_t bytes);
+  Buffer() = default;
+  Buffer(Buffer&& other) noexcept { *this = std::move(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+  }
+  ~Buffer() {
+    if (data_ != nullptr) Free(data_);
+  }
+  // kResourceExhausted names the bytes asked for.
+  static Result<Buffer> Allocate(int64_t bytes);
   std::byte* data() const { return data_; }
   int64_t size() const { return size_; }
   template <typename T>
@@ -48,29 +61,22 @@ class DeviceBuffer {
   }
 
  private:
+  static void Free(std::byte* data);
+
   std::byte* data_ = nullptr;
   int64_t size_ = 0;
 };
+using DeviceBuffer = Buffer<MemoryKind::kDevice>;
+using PinnedBuffer = Buffer<MemoryKind::kPinned>;
 
-// Page-locked host memory that the device can read and write at the same address (mapped).
-class PinnedBuffer {
- public:
-  PinnedBuffer() = default;
-  PinnedBuffer(PinnedBuffer&& other) noexcept { *this = std::move(other); }
-  PinnedBuffer& operator=(PinnedBuffer&& other) noexcept;
-  ~PinnedBuffer();
-  static Result<PinnedBuffer> Allocate(int64_t bytes);  // zero-filled
-  std::byte* data() const { return data_; }
-  int64_t size() const { return size_; }
-  template <typename T>
-  T* as() const {
-    return reinterpret_cast<T*>(data_);
-  }
-
- private:
-  std::byte* data_ = nullptr;
-  int64_t size_ = 0;
-};
+template <>
+Result<DeviceBuffer> DeviceBuffer::Allocate(int64_t bytes);
+template <>
+Result<PinnedBuffer> PinnedBuffer::Allocate(int64_t bytes);
+template <>
+void DeviceBuffer::Free(std::byte* data);
+template <>
+void PinnedBuffer::Free(std::byte* data);
 
 // In-order queue of device work. Thread-compatible.
 class Stream {

@@ -191,14 +191,11 @@ Status UseDevice(int index) {
   return OkStatus();
 }
 
-DeviceBuffer& DeviceBuffer::operator=(DeviceBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(size_, other.size_);
-  return *this;
+template <>
+void DeviceBuffer::Free(std::byte* data) {
+  (void)cudaFree(data);
 }
-DeviceBuffer::~DeviceBuffer() {
-  if (data_ != nullptr) (void)cudaFree(data_);
-}
+template <>
 Result<DeviceBuffer> DeviceBuffer::Allocate(int64_t bytes) {
   RETURN_IF_ERROR(CheckSize("device memory", bytes));
   DeviceBuffer buffer;
@@ -219,14 +216,11 @@ Result<DeviceBuffer> DeviceBuffer::Allocate(int64_t bytes) {
   return {std::move(buffer)};
 }
 
-PinnedBuffer& PinnedBuffer::operator=(PinnedBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(size_, other.size_);
-  return *this;
+template <>
+void PinnedBuffer::Free(std::byte* data) {
+  (void)cudaFreeHost(data);
 }
-PinnedBuffer::~PinnedBuffer() {
-  if (data_ != nullptr) (void)cudaFreeHost(data_);
-}
+template <>
 Result<PinnedBuffer> PinnedBuffer::Allocate(int64_t bytes) {
   RETURN_IF_ERROR(CheckSize("pinned memory", bytes));
   PinnedBuffer buffer;

@@ -64,7 +64,7 @@ Result<std::byte*> AllocateZeroed(const char* what, int64_t bytes) {
   return memory;
 }
 
-void Free(std::byte* memory) { ::operator delete(memory, kAlignment); }
+void FreeAligned(std::byte* memory) { ::operator delete(memory, kAlignment); }
 
 Status PutCopy(void* handle, const char* what, void* to, const void* from, int64_t bytes) {
   if (handle == nullptr) return FailedPreconditionError(std::string(what) + " on an empty stream");
@@ -120,12 +120,11 @@ Status UseDevice(int index) {
   return OkStatus();
 }
 
-DeviceBuffer& DeviceBuffer::operator=(DeviceBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(size_, other.size_);
-  return *this;
+template <>
+void DeviceBuffer::Free(std::byte* data) {
+  FreeAligned(data);
 }
-DeviceBuffer::~DeviceBuffer() { Free(data_); }
+template <>
 Result<DeviceBuffer> DeviceBuffer::Allocate(int64_t bytes) {
   DeviceBuffer buffer;
   ASSIGN_OR_RETURN(buffer.data_, AllocateZeroed("device memory", bytes));
@@ -133,12 +132,11 @@ Result<DeviceBuffer> DeviceBuffer::Allocate(int64_t bytes) {
   return buffer;
 }
 
-PinnedBuffer& PinnedBuffer::operator=(PinnedBuffer&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(size_, other.size_);
-  return *this;
+template <>
+void PinnedBuffer::Free(std::byte* data) {
+  FreeAligned(data);
 }
-PinnedBuffer::~PinnedBuffer() { Free(data_); }
+template <>
 Result<PinnedBuffer> PinnedBuffer::Allocate(int64_t bytes) {
   PinnedBuffer buffer;
   ASSIGN_OR_RETURN(buffer.data_, AllocateZeroed("pinned memory", bytes));
