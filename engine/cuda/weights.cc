@@ -1,10 +1,7 @@
 #include "engine/cuda/weights.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <initializer_list>
-#include <map>
 #include <mutex>
 #include <random>
 
@@ -12,6 +9,8 @@
 #include "engine/base/strings.h"
 #include "engine/kernels/thread_pool.h"
 #include "engine/tensor/quant.h"
+#include "engine/weights/tensor_source.h"
+#include "engine/weights/tensor_walk.h"
 
 namespace ds4::cuda {
 namespace {
@@ -21,8 +20,6 @@ constexpr int64_t kStagingBytes = int64_t{64} << 20;
 constexpr int kStagingBuffers = 2;
 
 int64_t Aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-
-using Progress = std::function<bool(int64_t, int64_t)>;
 
 // `count` rows of `cols` values from `first` on, `stride` bytes apart, one after the other to
 // `out`: as they are, or in another type.
@@ -48,91 +45,80 @@ Status CopyRows(DType from, DType to, int64_t cols, const std::byte* first, int6
   return OkStatus();
 }
 
-// Where tensors go: without memory it only adds up bytes.
+// Where tensors go (engine/weights/tensor_walk.h): without memory it only adds up bytes.
 class Loader {
  public:
   Loader(const ModelConfig& config, const GgufFile& file, const RankPlan& plan,
-         const WeightOptions& options)
-      : config_(config), file_(file), plan_(plan), options_(options) {
-    for (const TensorSlice& slice : plan.slices) slices_[slice.spec.name] = &slice;
-  }
+         const WeightOptions& options, const WeightProgress& progress)
+      : config_(config),
+        plan_(plan),
+        options_(options),
+        sources_(file, plan),
+        count_(plan.held_bytes, progress) {}
 
   Status Measure() { return Walk(); }
   WeightBytes Measured() const {
     return {used_ + kStagingBuffers * kStagingBytes, host_used_, saved_, weights_.has_f32_matrices};
   }
-  Status Fill(Stream& stream, const Progress& progress);
+  Status Fill(Stream& stream);
   DeviceWeights Take() { return std::move(weights_); }
 
+  Status Embedding(const std::string& name, DeviceWeights& out);
+  // In float32.
+  Status Vector(const std::string& name, const float*& out, VectorDraw draw);
+  Status HashIds(const std::string& name, const int32_t*& out);
+  Status Mixing(const std::string& name, PlainMatrix& out);
+  // All experts' rows, the rank's rows of each when split by rows.
+  Status Rows(const std::string& name, PackedMatrix& out);
+  // A matrix for each of the rank's groups.
+  Status GroupRows(const std::string& name, PackedMatrix& out);
+  // A matrix split by columns: experts x local lanes matrices.
+  Status LaneColumns(const std::string& name, PackedMatrix& out);
+  // By WeightOptions::replicated.
+  Status Replicated(const std::string& name, PackedMatrix& out,
+                    const std::vector<std::string>& beside);
+
  private:
-  struct Source {
-    const TensorSlice* slice = nullptr;
-    const std::byte* data = nullptr;
-    int64_t columns = 0;
-    int64_t rows = 0;  // of one expert
-    int64_t experts = 1;
-    int64_t row_bytes = 0;
-  };
-
   Status Walk();
-  Status Block(const std::string& prefix, const LayerConfig& layer, DeviceBlock& out);
-  Status Attention(const std::string& prefix, const LayerConfig& layer, DeviceAttention& out);
-  Status Moe(const std::string& prefix, const LayerConfig& layer, DeviceMoe& out);
-  Status HyperConnection(const std::string& name, HcWeights& out);
-  Status Compressor(const std::string& name, bool rounded, DeviceCompressor& out);
-
-  Result<Source> Find(const std::string& name) const;
+  bool with_data() const { return filling_ && !options_.synthetic; }
   std::byte* Reserve(int64_t bytes) {
     std::byte* at = filling_ ? weights_.memory.data() + used_ : nullptr;
     used_ += Aligned(bytes);
     return at;
   }
   // For a stack of matrices, one for each expert or one in all.
-  std::byte* ReserveMatrices(const Source& source, int64_t bytes) {
+  std::byte* ReserveMatrices(const TensorSource& source, int64_t bytes) {
     if (source.slice->dtype == DType::kF32) weights_.has_f32_matrices = true;
     if (!options_.experts_on_host || source.experts == 1) return Reserve(bytes);
     std::byte* at = filling_ ? weights_.expert_memory.data() + host_used_ : nullptr;
     host_used_ += Aligned(bytes);
     return at;
   }
-  // A float vector or small table in float32; the rank's elements when it is split. `random`: mean
-  // and spread of a synthetic one.
-  Status Vector(const std::string& name, const float*& out, float mean, float spread);
   // A row-major matrix as it is in the file.
-  Status Plain(const std::string& name, DType& dtype, const std::byte*& out);
-  // All experts' rows, the rank's rows of each when split by rows; `parts` cuts the rows into that
-  // many matrices.
-  Status Rows(const std::string& name, PackedMatrix& out, int64_t parts = 1);
-  // The same of a matrix that WeightOptions::replicated is about; `rounded`: its input is rounded
-  // to int8 for other matrices anyway.
-  Status Replicated(const std::string& name, bool rounded, PackedMatrix& out);
-  Status RowsAs(DType dtype, const Source& source, int64_t parts, PackedMatrix& out);
-  // A matrix split by columns: experts x local lanes matrices.
-  Status LaneColumns(const std::string& name, PackedMatrix& out);
-  Status HashIds(const std::string& name, const int32_t*& out);
+  Status Plain(const TensorSource& source, const std::byte*& out);
+  // The rank's rows, cut into `parts` matrices.
+  Status RowsAs(DType dtype, const TensorSource& source, int64_t parts, PackedMatrix& out);
 
-  Status CheckType(const Source& source) const;
-  Result<bool> AllQ8_0(const std::string& prefix, std::initializer_list<const char*> names) const;
+  Status CheckType(const TensorSource& source) const;
+  Result<bool> AllQ8_0(const std::vector<std::string>& names) const;
   // Packs matrix `index` of `out`; row r's blocks are of type `from`, at first + r * stride.
   Status Pack(const PackedMatrix& out, int64_t index, DType from, const std::byte* first,
               int64_t stride);
   Status Upload(const void* host, int64_t bytes, std::byte* device);
-  Status Advance(int64_t bytes);
   // The next pinned and device staging buffers, free again.
   Result<int> NextStaging();
 
   const ModelConfig& config_;
-  const GgufFile& file_;
   const RankPlan& plan_;
-  std::map<std::string, const TensorSlice*> slices_;
   const WeightOptions& options_;
+  TensorSources sources_;
+  WeightCount count_;
   DeviceWeights weights_;
   int64_t used_ = 0;
   int64_t host_used_ = 0;
   int64_t saved_ = 0;
   bool filling_ = false;
 
-  const Progress* progress_ = nullptr;
   Stream* stream_ = nullptr;
   std::unique_ptr<ThreadPool> pool_;
   PinnedBuffer pinned_[kStagingBuffers];
@@ -140,46 +126,19 @@ class Loader {
   Event staged_[kStagingBuffers];
   bool in_flight_[kStagingBuffers] = {};
   int staging_index_ = 0;
-  int64_t done_bytes_ = 0;
   uint64_t seed_ = 1;
 };
 
-Result<Loader::Source> Loader::Find(const std::string& name) const {
-  const auto it = slices_.find(name);
-  if (it == slices_.end()) return InternalError(StrCat("the shard plan has no tensor ", name));
-  Source source;
-  source.slice = it->second;
-  const std::vector<int64_t>& dims = source.slice->spec.dims;
-  source.columns = dims[0];
-  source.rows = dims.size() > 1 ? dims[1] : 1;
-  source.experts = dims.size() > 2 ? dims[2] : 1;
-  const DTypeInfo& type = Info(source.slice->dtype);
-  if (source.columns % type.block_elems != 0) {
-    return InvalidArgumentError(StrCat(name, " has rows of ", source.columns, " values, ",
-                                       type.name, " blocks hold ", type.block_elems));
-  }
-  source.row_bytes = BytesFor(source.slice->dtype, source.columns);
-  if (!filling_ || options_.synthetic) return source;
-  ASSIGN_OR_RETURN(const TensorInfo* tensor, BindTensor(file_, source.slice->spec));
-  if (static_cast<int64_t>(file_.data(*tensor).size()) != tensor->size_bytes) {
-    return FailedPreconditionError(StrCat(file_.path(), ": ", name, " has no data here, ",
-                                          tensor->size_bytes, " bytes are needed"));
-  }
-  source.data = file_.data(*tensor).data();
-  return source;
-}
-
-Status Loader::CheckType(const Source& source) const {
+Status Loader::CheckType(const TensorSource& source) const {
   if (IsDeviceMatrixType(source.slice->dtype)) return OkStatus();
-  return UnimplementedError(StrCat(source.slice->spec.name, " is ", Info(source.slice->dtype).name,
+  return UnimplementedError(StrCat(source.name(), " is ", Info(source.slice->dtype).name,
                                    ", matrices can be F32, F16, BF16, Q8_0, Q4_K, Q2_K, IQ2_XXS or "
                                    "MXFP4 on this device"));
 }
 
-Result<bool> Loader::AllQ8_0(const std::string& prefix,
-                             std::initializer_list<const char*> names) const {
-  for (const char* name : names) {
-    ASSIGN_OR_RETURN(const Source source, Find(prefix + name));
+Result<bool> Loader::AllQ8_0(const std::vector<std::string>& names) const {
+  for (const std::string& name : names) {
+    ASSIGN_OR_RETURN(const TensorSource source, sources_.Find(name, false));
     if (source.slice->dtype != DType::kQ8_0) return false;
   }
   return true;
@@ -204,45 +163,34 @@ Status Loader::Upload(const void* host, int64_t bytes, std::byte* device) {
   return OkStatus();
 }
 
-Status Loader::Advance(int64_t bytes) {
-  done_bytes_ += bytes;
-  if (*progress_ && !(*progress_)(done_bytes_, plan_.held_bytes)) {
-    return CancelledError(StrCat("loading was called off after ", HumanBytes(done_bytes_), " of ",
-                                 HumanBytes(plan_.held_bytes)));
-  }
-  return OkStatus();
+// Random values between mean - spread and mean + spread.
+std::vector<float> Draw(int64_t count, VectorDraw draw, uint64_t seed) {
+  std::vector<float> values(count);
+  std::minstd_rand random(static_cast<unsigned>(seed));
+  std::uniform_real_distribution<float> between(draw.mean - draw.spread, draw.mean + draw.spread);
+  for (float& value : values) value = between(random);
+  return values;
 }
 
-Status Loader::Vector(const std::string& name, const float*& out, float mean, float spread) {
-  ASSIGN_OR_RETURN(const Source source, Find(name));
-  const bool split = source.slice->spec.split == Split::kElements;
-  const int64_t total = source.columns * source.rows;
-  const Range range = split ? source.slice->range : Range{0, total};
-  std::byte* to = Reserve(range.size() * static_cast<int64_t>(sizeof(float)));
+Status Loader::Vector(const std::string& name, const float*& out, VectorDraw draw) {
+  ASSIGN_OR_RETURN(const TensorSource source, sources_.Find(name, with_data()));
+  const Range own = source.own_elements();
+  const int64_t bytes = own.size() * static_cast<int64_t>(sizeof(float));
+  std::byte* to = Reserve(bytes);
   out = reinterpret_cast<const float*>(to);
   if (!filling_) return OkStatus();
-  std::vector<float> all(total);
   if (options_.synthetic) {
-    std::minstd_rand random(static_cast<unsigned>(seed_++));
-    std::uniform_real_distribution<float> draw(mean - spread, mean + spread);
-    for (float& value : all) value = draw(random);
+    // All ranks draw the whole one, so that their parts belong together.
+    const std::vector<float> all = Draw(source.columns * source.rows, draw, seed_++);
+    RETURN_IF_ERROR(Upload(all.data() + own.begin, bytes, to));
   } else {
-    const auto bytes = static_cast<size_t>(source.row_bytes * source.rows);
-    RETURN_IF_ERROR(Dequantize(source.slice->dtype, {source.data, bytes}, all).WithContext(name));
-    for (int64_t i = 0; i < total; ++i) {
-      if (!std::isfinite(all[i])) {
-        return DataLossError(StrCat(name, "[", i, "] is ", all[i], ", must be finite"));
-      }
-    }
+    ASSIGN_OR_RETURN(const std::vector<float> values, ReadVector(source));
+    RETURN_IF_ERROR(Upload(values.data(), bytes, to));
   }
-  RETURN_IF_ERROR(
-      Upload(all.data() + range.begin, range.size() * static_cast<int64_t>(sizeof(float)), to));
-  return Advance(source.slice->held_bytes);
+  return count_.Advance(source.slice->held_bytes);
 }
 
-Status Loader::Plain(const std::string& name, DType& dtype, const std::byte*& out) {
-  ASSIGN_OR_RETURN(const Source source, Find(name));
-  dtype = source.slice->dtype;
+Status Loader::Plain(const TensorSource& source, const std::byte*& out) {
   const int64_t bytes = source.row_bytes * source.rows;
   std::byte* to = Reserve(bytes);
   out = to;
@@ -250,12 +198,9 @@ Status Loader::Plain(const std::string& name, DType& dtype, const std::byte*& ou
   if (options_.synthetic) {
     // A stretch of random rows again and again: who reads them only looks at one row at a time.
     const int64_t rows = std::min<int64_t>(source.rows, 64);
-    std::vector<float> values(rows * source.columns);
-    std::minstd_rand random(static_cast<unsigned>(seed_++));
-    std::uniform_real_distribution<float> draw(-0.035f, 0.035f);
-    for (float& value : values) value = draw(random);
+    const std::vector<float> values = Draw(rows * source.columns, {0.0f, 0.035f}, seed_++);
     std::vector<std::byte> block(rows * source.row_bytes);
-    RETURN_IF_ERROR(Quantize(dtype, values, block).WithContext(name));
+    RETURN_IF_ERROR(Quantize(source.slice->dtype, values, block).WithContext(source.name()));
     RETURN_IF_ERROR(Upload(block.data(), static_cast<int64_t>(block.size()), to));
     for (int64_t r = rows; r < source.rows; r += rows) {
       const int64_t count = std::min(rows, source.rows - r) * source.row_bytes;
@@ -264,39 +209,27 @@ Status Loader::Plain(const std::string& name, DType& dtype, const std::byte*& ou
   } else {
     RETURN_IF_ERROR(Upload(source.data, bytes, to));
   }
-  return Advance(source.slice->held_bytes);
+  return count_.Advance(source.slice->held_bytes);
 }
 
 Status Loader::HashIds(const std::string& name, const int32_t*& out) {
-  ASSIGN_OR_RETURN(const Source source, Find(name));
-  if (source.slice->dtype != DType::kI32) {
-    return InvalidArgumentError(
-        StrCat(name, " is ", Info(source.slice->dtype).name, ", must be I32"));
-  }
-  const int64_t count = source.columns * source.rows;
-  std::byte* to = Reserve(count * static_cast<int64_t>(sizeof(int32_t)));
+  ASSIGN_OR_RETURN(const TensorSource source, sources_.Find(name, with_data()));
+  const int64_t bytes = source.columns * source.rows * static_cast<int64_t>(sizeof(int32_t));
+  std::byte* to = Reserve(bytes);
   out = reinterpret_cast<const int32_t*>(to);
   if (!filling_) return OkStatus();
-  std::vector<int32_t> ids(count);
+  std::vector<int32_t> ids;
   if (options_.synthetic) {
     std::minstd_rand random(static_cast<unsigned>(seed_++));
     const int64_t step = config_.num_experts / source.columns;
-    for (int64_t r = 0; r < source.rows; ++r) {
-      for (int64_t k = 0; k < source.columns; ++k) {
-        ids[r * source.columns + k] = static_cast<int32_t>(k * step + random() % step);
-      }
+    for (int64_t i = 0; i < source.columns * source.rows; ++i) {
+      ids.push_back(static_cast<int32_t>(i % source.columns * step + random() % step));
     }
   } else {
-    std::memcpy(ids.data(), source.data, count * sizeof(int32_t));
-    for (int64_t i = 0; i < count; ++i) {
-      if (ids[i] < 0 || ids[i] >= config_.num_experts) {
-        return DataLossError(
-            StrCat(name, "[", i, "] is expert ", ids[i], ", the model has ", config_.num_experts));
-      }
-    }
+    ASSIGN_OR_RETURN(ids, ReadExpertIds(source, config_.num_experts));
   }
-  RETURN_IF_ERROR(Upload(ids.data(), count * static_cast<int64_t>(sizeof(int32_t)), to));
-  return Advance(source.slice->held_bytes);
+  RETURN_IF_ERROR(Upload(ids.data(), bytes, to));
+  return count_.Advance(source.slice->held_bytes);
 }
 
 Status Loader::Pack(const PackedMatrix& out, int64_t index, DType from, const std::byte* first,
@@ -331,18 +264,26 @@ Status Loader::Pack(const PackedMatrix& out, int64_t index, DType from, const st
     LaunchPack(launch, out.dtype, out.rows, out.cols, row, count, staging_[i].data(), bytes, to);
     RETURN_IF_ERROR(LaunchStatus());
     RETURN_IF_ERROR(staged_[i].Record(*stream_));
-    RETURN_IF_ERROR(Advance(count * from_bytes));
+    RETURN_IF_ERROR(count_.Advance(count * from_bytes));
   }
   return OkStatus();
 }
 
-Status Loader::Rows(const std::string& name, PackedMatrix& out, int64_t parts) {
-  ASSIGN_OR_RETURN(const Source source, Find(name));
-  return RowsAs(source.slice->dtype, source, parts, out);
+Status Loader::Rows(const std::string& name, PackedMatrix& out) {
+  ASSIGN_OR_RETURN(const TensorSource source, sources_.Find(name, with_data()));
+  return RowsAs(source.slice->dtype, source, 1, out);
 }
 
-Status Loader::Replicated(const std::string& name, bool rounded, PackedMatrix& out) {
-  ASSIGN_OR_RETURN(const Source source, Find(name));
+Status Loader::GroupRows(const std::string& name, PackedMatrix& out) {
+  ASSIGN_OR_RETURN(const TensorSource source, sources_.Find(name, with_data()));
+  return RowsAs(source.slice->dtype, source, plan_.groups.size(), out);
+}
+
+Status Loader::Replicated(const std::string& name, PackedMatrix& out,
+                          const std::vector<std::string>& beside) {
+  ASSIGN_OR_RETURN(const TensorSource source, sources_.Find(name, with_data()));
+  // With an input that is rounded to int8 for its neighbours already.
+  ASSIGN_OR_RETURN(const bool rounded, AllQ8_0(beside));
   const DType dtype = source.slice->dtype;
   const bool halves = dtype == DType::kF16 || dtype == DType::kBF16;
   const bool fits = source.columns % Info(DType::kQ8_0).block_elems == 0;
@@ -358,29 +299,29 @@ Status Loader::Replicated(const std::string& name, bool rounded, PackedMatrix& o
   return RowsAs(DType::kQ8_0, source, 1, out);
 }
 
-Status Loader::RowsAs(DType dtype, const Source& source, int64_t parts, PackedMatrix& out) {
+Status Loader::RowsAs(DType dtype, const TensorSource& source, int64_t parts, PackedMatrix& out) {
   RETURN_IF_ERROR(CheckType(source));
   const TensorSlice& slice = *source.slice;
-  const Range range = slice.spec.split == Split::kRows ? slice.range : Range{0, source.rows};
+  const Range range = source.own_rows();
   out = {dtype, source.experts * parts, range.size() / parts, source.columns, nullptr};
   out.data = ReserveMatrices(source, out.count * out.matrix_bytes());
   if (!filling_) return OkStatus();
   if (options_.synthetic) {
     LaunchFillRandom({stream_, 1, false}, out, seed_++);
     RETURN_IF_ERROR(LaunchStatus());
-    return Advance(slice.held_bytes);
+    return count_.Advance(slice.held_bytes);
   }
   for (int64_t i = 0; i < out.count; ++i) {
     const int64_t row = i / parts * source.rows + range.begin + i % parts * out.rows;
     RETURN_IF_ERROR(
         Pack(out, i, slice.dtype, source.data + row * source.row_bytes, source.row_bytes)
-            .WithContext(slice.spec.name));
+            .WithContext(source.name()));
   }
   return OkStatus();
 }
 
 Status Loader::LaneColumns(const std::string& name, PackedMatrix& out) {
-  ASSIGN_OR_RETURN(const Source source, Find(name));
+  ASSIGN_OR_RETURN(const TensorSource source, sources_.Find(name, with_data()));
   RETURN_IF_ERROR(CheckType(source));
   const TensorSlice& slice = *source.slice;
   const int64_t lanes = plan_.lanes.size();
@@ -392,7 +333,7 @@ Status Loader::LaneColumns(const std::string& name, PackedMatrix& out) {
   if (options_.synthetic) {
     LaunchFillRandom({stream_, 1, false}, out, seed_++);
     RETURN_IF_ERROR(LaunchStatus());
-    return Advance(slice.held_bytes);
+    return count_.Advance(slice.held_bytes);
   }
   for (int64_t i = 0; i < out.count; ++i) {
     const std::byte* expert = source.data + i / lanes * source.rows * source.row_bytes;
@@ -403,99 +344,44 @@ Status Loader::LaneColumns(const std::string& name, PackedMatrix& out) {
   return OkStatus();
 }
 
-Status Loader::HyperConnection(const std::string& name, HcWeights& out) {
-  ASSIGN_OR_RETURN(const Source source, Find(name + "_fn.weight"));
-  const DType dtype = source.slice->dtype;
-  if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
+Status Loader::Mixing(const std::string& name, PlainMatrix& out) {
+  ASSIGN_OR_RETURN(const TensorSource source, sources_.Find(name, with_data()));
+  out.dtype = source.slice->dtype;
+  out.rows = source.rows;
+  out.cols = source.columns;
+  if (out.dtype != DType::kF32 && out.dtype != DType::kF16 && out.dtype != DType::kBF16) {
     // They steer every stream, so they are never rounded further (spec 2.10).
-    return UnimplementedError(StrCat(name, "_fn.weight is ", Info(dtype).name,
-                                     ", mixing weights can be F32, F16 or BF16"));
+    return UnimplementedError(
+        StrCat(name, " is ", Info(out.dtype).name, ", mixing weights can be F32, F16 or BF16"));
   }
-  out.fn.rows = source.rows;
-  out.fn.cols = source.columns;
-  RETURN_IF_ERROR(Plain(name + "_fn.weight", out.fn.dtype, out.fn.data));
-  RETURN_IF_ERROR(Vector(name + "_base.weight", out.base, 0.0f, 0.5f));
-  return Vector(name + "_scale.weight", out.scale, 0.5f, 0.2f);
+  return Plain(source, out.data);
 }
 
-Status Loader::Compressor(const std::string& name, bool rounded, DeviceCompressor& out) {
-  RETURN_IF_ERROR(Replicated(name + "_kv.weight", rounded, out.kv));
-  RETURN_IF_ERROR(Replicated(name + "_gate.weight", rounded, out.gate));
-  RETURN_IF_ERROR(Vector(name + "_ape.weight", out.ape, 0.0f, 0.1f));
-  return Vector(name + "_norm.weight", out.norm, 1.0f, 0.1f);
-}
-
-Status Loader::Attention(const std::string& prefix, const LayerConfig& layer,
-                         DeviceAttention& out) {
-  RETURN_IF_ERROR(Vector(prefix + "attn_norm.weight", out.norm, 1.0f, 0.1f));
-  RETURN_IF_ERROR(Rows(prefix + "attn_q_a.weight", out.q_a));
-  RETURN_IF_ERROR(Vector(prefix + "attn_q_a_norm.weight", out.q_a_norm, 1.0f, 0.1f));
-  RETURN_IF_ERROR(Rows(prefix + "attn_q_b.weight", out.q_b));
-  RETURN_IF_ERROR(Rows(prefix + "attn_kv.weight", out.kv));
-  RETURN_IF_ERROR(Vector(prefix + "attn_kv_a_norm.weight", out.kv_norm, 1.0f, 0.1f));
-  RETURN_IF_ERROR(Vector(prefix + "attn_sinks.weight", out.sinks, 0.0f, 0.5f));
-  RETURN_IF_ERROR(Rows(prefix + "attn_output_a.weight", out.o_a, plan_.groups.size()));
-  RETURN_IF_ERROR(LaneColumns(prefix + "attn_output_b.weight", out.o_b));
-  if (layer.attention == AttentionKind::kSliding) return OkStatus();
-  ASSIGN_OR_RETURN(const bool x_rounded, AllQ8_0(prefix, {"attn_q_a.weight", "attn_kv.weight"}));
-  RETURN_IF_ERROR(Compressor(prefix + "attn_compressor", x_rounded, out.compressor));
-  if (layer.attention != AttentionKind::kCompressed) return OkStatus();
-  ASSIGN_OR_RETURN(const bool q_rounded, AllQ8_0(prefix, {"attn_q_b.weight"}));
-  RETURN_IF_ERROR(Replicated(prefix + "indexer.attn_q_b.weight", q_rounded, out.index_q_b));
-  RETURN_IF_ERROR(Replicated(prefix + "indexer.proj.weight", x_rounded, out.index_proj));
-  return Compressor(prefix + "indexer_compressor", x_rounded, out.index_compressor);
-}
-
-Status Loader::Moe(const std::string& prefix, const LayerConfig& layer, DeviceMoe& out) {
-  RETURN_IF_ERROR(Vector(prefix + "ffn_norm.weight", out.norm, 1.0f, 0.1f));
-  RETURN_IF_ERROR(Rows(prefix + "ffn_gate_inp.weight", out.router));
-  if (layer.router == RouterKind::kHash) {
-    RETURN_IF_ERROR(HashIds(prefix + "ffn_gate_tid2eid.weight", out.hash_ids));
-  } else {
-    RETURN_IF_ERROR(Vector(prefix + "exp_probs_b.bias", out.bias, 0.0f, 0.1f));
+Status Loader::Embedding(const std::string& name, DeviceWeights& out) {
+  ASSIGN_OR_RETURN(const TensorSource source, sources_.Find(name, with_data()));
+  const DType type = source.slice->dtype;
+  if (type != DType::kF32 && type != DType::kF16 && type != DType::kBF16 && type != DType::kQ8_0) {
+    return UnimplementedError(
+        StrCat(name, " is ", Info(type).name,
+               ", an embedding can be F32, F16, BF16 or Q8_0 on this device"));
   }
-  RETURN_IF_ERROR(Rows(prefix + "ffn_gate_exps.weight", out.gate));
-  RETURN_IF_ERROR(Rows(prefix + "ffn_up_exps.weight", out.up));
-  RETURN_IF_ERROR(LaneColumns(prefix + "ffn_down_exps.weight", out.down));
-  RETURN_IF_ERROR(Rows(prefix + "ffn_gate_shexp.weight", out.shared_gate));
-  RETURN_IF_ERROR(Rows(prefix + "ffn_up_shexp.weight", out.shared_up));
-  return LaneColumns(prefix + "ffn_down_shexp.weight", out.shared_down);
-}
-
-Status Loader::Block(const std::string& prefix, const LayerConfig& layer, DeviceBlock& out) {
-  RETURN_IF_ERROR(HyperConnection(prefix + "hc_attn", out.attn_hc));
-  RETURN_IF_ERROR(Attention(prefix, layer, out.attention));
-  RETURN_IF_ERROR(HyperConnection(prefix + "hc_ffn", out.ffn_hc));
-  return Moe(prefix, layer, out.moe);
+  out.embedding_type = type;
+  return Plain(source, out.embedding);
 }
 
 Status Loader::Walk() {
   used_ = 0;
   host_used_ = 0;
   saved_ = 0;
-  RETURN_IF_ERROR(Plain("token_embd.weight", weights_.embedding_type, weights_.embedding));
-  const DType type = weights_.embedding_type;
-  if (type != DType::kF32 && type != DType::kF16 && type != DType::kBF16 && type != DType::kQ8_0) {
-    return UnimplementedError(
-        StrCat("token_embd.weight is ", Info(type).name,
-               ", an embedding can be F32, F16, BF16 or Q8_0 on this device"));
-  }
-  weights_.blocks.resize(config_.num_layers);
-  for (int64_t i = 0; i < config_.num_layers; ++i) {
-    RETURN_IF_ERROR(Block(BlockPrefix(i), config_.layers[i], weights_.blocks[i]));
-  }
-  RETURN_IF_ERROR(HyperConnection("output_hc", weights_.head_hc));
-  RETURN_IF_ERROR(Vector("output_norm.weight", weights_.norm, 1.0f, 0.1f));
-  return Rows("output.weight", weights_.head);
+  return WalkModel(*this, config_, weights_);
 }
 
-Status Loader::Fill(Stream& stream, const Progress& progress) {
+Status Loader::Fill(Stream& stream) {
   RETURN_IF_ERROR(Measure());
   ASSIGN_OR_RETURN(weights_.memory, DeviceBuffer::Allocate(used_));
   if (host_used_ > 0) {
     ASSIGN_OR_RETURN(weights_.expert_memory, PinnedBuffer::Allocate(host_used_));
   }
-  progress_ = &progress;
   stream_ = &stream;
   pool_ = std::make_unique<ThreadPool>(options_.num_threads);
   for (int i = 0; i < kStagingBuffers; ++i) {
@@ -506,7 +392,7 @@ Status Loader::Fill(Stream& stream, const Progress& progress) {
   filling_ = true;
   RETURN_IF_ERROR(Walk());
   RETURN_IF_ERROR(stream.Synchronize());
-  weights_.source_bytes = done_bytes_;
+  weights_.source_bytes = count_.done();
   return OkStatus();
 }
 
@@ -514,16 +400,16 @@ Status Loader::Fill(Stream& stream, const Progress& progress) {
 
 Result<WeightBytes> DeviceWeightBytes(const ModelConfig& config, const GgufFile& file,
                                       const RankPlan& plan, const WeightOptions& options) {
-  Loader loader(config, file, plan, options);
+  Loader loader(config, file, plan, options, nullptr);
   RETURN_IF_ERROR(loader.Measure());
   return loader.Measured();
 }
 
 Result<DeviceWeights> LoadDeviceWeights(const ModelConfig& config, const GgufFile& file,
                                         const RankPlan& plan, const WeightOptions& options,
-                                        Stream& stream, const Progress& progress) {
-  Loader loader(config, file, plan, options);
-  RETURN_IF_ERROR(loader.Fill(stream, progress));
+                                        Stream& stream, const WeightProgress& progress) {
+  Loader loader(config, file, plan, options, progress);
+  RETURN_IF_ERROR(loader.Fill(stream));
   return loader.Take();
 }
 

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "engine/base/status.h"
@@ -17,6 +16,7 @@
 #include "engine/model/model_config.h"
 #include "engine/session/engine_options.h"
 #include "engine/shard/shard_plan.h"
+#include "engine/weights/tensor_source.h"
 
 namespace ds4::cuda {
 
@@ -94,10 +94,8 @@ struct WeightOptions {
 Result<WeightBytes> DeviceWeightBytes(const ModelConfig& config, const GgufFile& file,
                                       const RankPlan& plan, const WeightOptions& options);
 
-// Progress as Engine::Load.
 Result<DeviceWeights> LoadDeviceWeights(const ModelConfig& config, const GgufFile& file,
                                         const RankPlan& plan, const WeightOptions& options,
-                                        Stream& stream,
-                                        const std::function<bool(int64_t, int64_t)>& progress);
+                                        Stream& stream, const WeightProgress& progress);
 
 }  // namespace ds4::cuda

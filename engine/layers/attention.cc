@@ -66,14 +66,13 @@ void AttentionLayer::Project(const LayerConfig& layer, const AttentionTensors& w
   float* normed = normed_.Get(rows_ * hidden);
   RmsNorm(x, weights.norm.data(), rows_, hidden, config_.norm_eps, normed, pool);
 
-  const IndexerTensors& indexer = weights.indexer;
   const bool csa = layer.attention == AttentionKind::kCompressed;
   const ActivationView input = x_activation_.Make(
       normed, rows_, hidden, hidden,
       NeedsQuantized(weights.q_a) || NeedsQuantized(weights.kv) ||
           NeedsQuantized(weights.compressor.kv) || NeedsQuantized(weights.compressor.gate) ||
-          NeedsQuantized(indexer.proj) || NeedsQuantized(indexer.compressor.kv) ||
-          NeedsQuantized(indexer.compressor.gate),
+          NeedsQuantized(weights.index_proj) || NeedsQuantized(weights.index_compressor.kv) ||
+          NeedsQuantized(weights.index_compressor.gate),
       pool);
   std::vector<MatMulJob>& jobs = jobs_;
   jobs.clear();
@@ -87,9 +86,9 @@ void AttentionLayer::Project(const LayerConfig& layer, const AttentionTensors& w
     project(weights.compressor.gate, input, comp_gates_);
   }
   if (csa) {
-    project(indexer.compressor.kv, input, index_values_);
-    project(indexer.compressor.gate, input, index_gates_);
-    project(indexer.proj, input, index_weights_);
+    project(weights.index_compressor.kv, input, index_values_);
+    project(weights.index_compressor.gate, input, index_gates_);
+    project(weights.index_proj, input, index_weights_);
   }
   MatMul(jobs, pool);
 
@@ -98,10 +97,10 @@ void AttentionLayer::Project(const LayerConfig& layer, const AttentionTensors& w
           pool);
   const ActivationView low =
       qr_activation_.Make(q_low, rows_, config_.q_lora_rank, config_.q_lora_rank,
-                          NeedsQuantized(weights.q_b) || NeedsQuantized(indexer.q_b), pool);
+                          NeedsQuantized(weights.q_b) || NeedsQuantized(weights.index_q_b), pool);
   jobs.clear();
   project(weights.q_b, low, q_);
-  if (csa) project(indexer.q_b, low, index_q_);
+  if (csa) project(weights.index_q_b, low, index_q_);
   MatMul(jobs, pool);
 
   // Heads get an unweighted norm over all channels; indexer queries get none (spec 2.5, 2.8).
@@ -143,7 +142,7 @@ void AttentionLayer::StoreAllCompressed(const LayerConfig& layer, const Attentio
   StoreCompressed(layer, weights.compressor, comp_values_.Get(0), comp_gates_.Get(0), states,
                   &LayerState::compressor);
   if (layer.attention == AttentionKind::kCompressed) {
-    StoreCompressed(layer, weights.indexer.compressor, index_values_.Get(0), index_gates_.Get(0),
+    StoreCompressed(layer, weights.index_compressor, index_values_.Get(0), index_gates_.Get(0),
                     states, &LayerState::indexer);
   }
 }

@@ -63,8 +63,8 @@ Result<std::vector<int32_t>> ReadExpertIds(const TensorSource& source, int64_t n
   std::memcpy(ids.data(), source.data, ids.size() * sizeof(int32_t));
   for (size_t i = 0; i < ids.size(); ++i) {
     if (ids[i] < 0 || ids[i] >= num_experts) {
-      return DataLossError(StrCat(source.name(), "[", i, "] is expert ", ids[i],
-                                  ", the model has ", num_experts));
+      return DataLossError(
+          StrCat(source.name(), "[", i, "] is expert ", ids[i], ", the model has ", num_experts));
     }
   }
   return ids;
@@ -73,8 +73,8 @@ Result<std::vector<int32_t>> ReadExpertIds(const TensorSource& source, int64_t n
 Status WeightCount::Advance(int64_t bytes) {
   done_ += bytes;
   if (progress_ && !progress_(done_, total_)) {
-    return CancelledError(StrCat("loading was called off after ", HumanBytes(done_), " of ",
-                                 HumanBytes(total_)));
+    return CancelledError(
+        StrCat("loading was called off after ", HumanBytes(done_), " of ", HumanBytes(total_)));
   }
   return OkStatus();
 }

@@ -2,17 +2,13 @@
 // tensors.
 #pragma once
 
-#include <functional>
-
 #include "engine/gguf/gguf_reader.h"
 #include "engine/model/model_config.h"
 #include "engine/shard/shard_plan.h"
+#include "engine/weights/tensor_source.h"
 #include "engine/weights/weights.h"
 
 namespace ds4 {
-
-// Bytes of the plan's slices done and in all, at least every 32 MiB; false calls the loading off.
-using WeightProgress = std::function<bool(int64_t done, int64_t total)>;
 
 // kUnimplemented: a matrix in a type without kernels (named); kDataLoss: an expert id or a scale
 // that cannot be; kResourceExhausted: no memory; kCancelled: called off.

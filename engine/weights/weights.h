@@ -24,12 +24,6 @@ struct CompressorTensors {
   std::vector<float> norm;  // [dim]
 };
 
-struct IndexerTensors {
-  Matrix q_b;   // [num_index_heads * index_head_dim, q_lora_rank]
-  Matrix proj;  // [num_index_heads, D]
-  CompressorTensors compressor;
-};
-
 // "local" sizes are this rank's part (RankPlan).
 struct AttentionTensors {
   std::vector<float> norm;      // [D]
@@ -43,7 +37,10 @@ struct AttentionTensors {
   // One matrix per lane, one after the other, so that each streams in order:
   Matrix o_b;                    // [local_lanes * D, groups_per_lane * output_lora_rank]
   CompressorTensors compressor;  // CSA, HCA
-  IndexerTensors indexer;        // CSA
+  // CSA:
+  Matrix index_q_b;   // [num_index_heads * index_head_dim, q_lora_rank]
+  Matrix index_proj;  // [num_index_heads, D]
+  CompressorTensors index_compressor;
 };
 
 struct MoeTensors {

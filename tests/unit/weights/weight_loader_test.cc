@@ -142,9 +142,9 @@ void CheckAttention(Checker& check, const ModelConfig& config, const RankPlan& p
   if (layer.attention == AttentionKind::kSliding) return;
   CheckCompressor(check, block + "attn_compressor", a.compressor);
   if (layer.attention == AttentionKind::kHeavy) return;
-  check.Rows(block + "indexer.attn_q_b.weight", a.indexer.q_b);
-  check.Rows(block + "indexer.proj.weight", a.indexer.proj);
-  CheckCompressor(check, block + "indexer_compressor", a.indexer.compressor);
+  check.Rows(block + "indexer.attn_q_b.weight", a.index_q_b);
+  check.Rows(block + "indexer.proj.weight", a.index_proj);
+  CheckCompressor(check, block + "indexer_compressor", a.index_compressor);
 }
 
 void CheckMoe(Checker& check, const RankPlan& plan, const std::string& block,
