@@ -17,6 +17,7 @@ constexpr int kPreWarps = kPreThreads / kWarpSize;
 constexpr int kPreBlocks = 8;  // on a multiprocessor, at least
 constexpr int kCols = 4;       // of a thread in a slice
 constexpr int kSliceCols = kCols * kPreThreads;
+constexpr int kAheadParts = 128;             // whose sums are in flight at once
 constexpr int kDiagonal = kGramSlot;         // slots of the streams' squares
 constexpr int kNext = kDiagonal + kStreams;  // of products with the next stream
 constexpr int kSecond = kNext + kStreams;    // with the one behind it
@@ -46,17 +47,19 @@ __device__ __forceinline__ float4 LoadQuad(const float* at, bool there) {
   return there ? *reinterpret_cast<const float4*>(at) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
-// Four slots of a row in parts first, first + kStep, ...: on their way, then their sum.
-template <int kStep>
+// Four slots of a row in parts first, first + kStep, ...: on their way, then their sum. from: of
+// part `first`; stride: floats from a part to the next. kWhole: there are as many parts as loads at
+// least.
+template <int kStep, bool kWhole>
 struct PartQuads {
-  static constexpr int kAhead = 4096 / kPartCols / kStep;  // loads in flight at once
+  static constexpr int kAhead = kAheadParts / kStep;  // loads in flight at once
   float4 ahead[kAhead];
 
   __device__ __forceinline__ void Load(const float* from, int64_t stride, int first, int parts) {
 #pragma unroll
     for (int u = 0; u < kAhead; ++u) {
-      const int part = first + u * kStep;
-      ahead[u] = LoadQuad(from + part * stride, part < parts);
+      const bool there = kWhole || first + u * kStep < parts;
+      ahead[u] = LoadQuad(from + u * kStep * stride, there);
     }
   }
   __device__ __forceinline__ float4 Sum(const float* from, int64_t stride, int first,
@@ -65,8 +68,8 @@ struct PartQuads {
 #pragma unroll
     for (int u = 1; u < kAhead; ++u) sum = AddQuads(sum, ahead[u]);
 #pragma unroll 1
-    for (int part = first + kAhead * kStep; part < parts; part += kStep) {
-      sum = AddQuads(sum, LoadQuad(from + part * stride, true));
+    for (int u = kAhead; first + u * kStep < parts; ++u) {
+      sum = AddQuads(sum, LoadQuad(from + u * kStep * stride, true));
     }
     return sum;
   }
@@ -85,24 +88,25 @@ __device__ __forceinline__ float InverseRms(const PreJob& job, const float (&squ
 }
 
 // The block that leaves row t's mixes behind pre. sums: shared.
+template <bool kWhole>
 __device__ __forceinline__ void LeaveMixes(const PreJob& job, int t,
                                            float (&sums)[kPreWarps][kWarpSize]) {
   // Eight lanes a part: five quads of `rest` and the one of the squares.
   constexpr int kQuads = 8, kRest = kRestSlots / 4, kStep = kPreThreads / kQuads;
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % kWarpSize, warp = thread / kWarpSize;
-  const int quad = lane % kQuads, first = thread / kQuads;
+  const int quad = lane % kQuads, first = thread / kQuads, parts = job.shape.parts;
   const int h = job.shape.streams, mix = h + lane;
   const bool own = lane < kRestSlots && mix < job.num_mixes;
   const float base = own ? job.base[mix] : 0.0f, scale = job.scale[mix < 2 * h ? 1 : 2];
-  const bool of_rest = quad < kRest;
-  const int slots = of_rest ? kRestSlots : kStartSlots;
+  const bool of_rest = quad < kRest;  // the last lanes add the squares, too
+  const int64_t stride = job.rows * (of_rest ? kRestSlots : kStartSlots);
   const float* from =
-      of_rest ? job.rest + t * kRestSlots + 4 * quad : job.start + t * kStartSlots + kDiagonal;
-  const int64_t stride = job.rows * slots;
-  const int parts = quad <= kRest ? job.shape.parts : 0;
+      (of_rest ? job.rest + t * kRestSlots + 4 * quad : job.start + t * kStartSlots + kDiagonal) +
+      first * stride;
+  float* const to = job.mixes + t * kMixSlots + mix;
   GridDependencyWait();
-  PartQuads<kStep> quads;
+  PartQuads<kStep, kWhole> quads;
   quads.Load(from, stride, first, parts);
   const float4 sum = quads.Sum(from, stride, first, parts);
   const float v[4] = {sum.x, sum.y, sum.z, sum.w};
@@ -116,7 +120,7 @@ __device__ __forceinline__ void LeaveMixes(const PreJob& job, int t,
     squares[j] = __shfl_sync(kFullMask, total, kRestSlots + j);
   }
   const float z = fmaf(total * InverseRms(job, squares), scale, base);
-  if (own) job.mixes[t * kMixSlots + mix] = z;
+  if (own) *to = z;
 }
 
 // A row's collapse.
@@ -125,13 +129,14 @@ struct Collapse {
   float factor;  // of the norm
 };
 
-// This thread's columns from c on.
-__device__ __forceinline__ void LoadStreams(const PreJob& job, int row, int c,
+// This thread's columns of all streams, `from` those of the first one.
+template <bool kWhole>
+__device__ __forceinline__ void LoadStreams(const HcShape& shape, const float* from, bool there,
                                             float4 (&x)[kStreams]) {
-  const int h = job.shape.streams, dim = job.shape.dim;
-  const float* from = job.streams + static_cast<int64_t>(row) * h * dim + c;
 #pragma unroll
-  for (int j = 0; j < kStreams; ++j) x[j] = LoadQuad(from + j * dim, c < dim && j < h);
+  for (int j = 0; j < kStreams; ++j) {
+    x[j] = LoadQuad(from + j * shape.dim, kWhole || (there && j < shape.streams));
+  }
 }
 __device__ __forceinline__ void CollapseCols(const float (&pre)[kStreams],
                                              const float4 (&x)[kStreams], float (&v)[kCols]) {
@@ -143,17 +148,17 @@ __device__ __forceinline__ void CollapseCols(const float (&pre)[kStreams],
   }
 }
 
-// The square of a collapsed row column by column. All threads of the block.
-__device__ __forceinline__ float SquareOfRow(const PreJob& job, int row,
+// The square of a collapsed row column by column, by all threads of the block.
+__device__ __forceinline__ float SquareOfRow(const HcShape& shape, const float* streams,
                                              const float (&pre)[kStreams],
                                              float (&sums)[kPreWarps][kWarpSize]) {
   const int thread = static_cast<int>(threadIdx.x);
   float sum = 0.0f;
 #pragma unroll 1
-  for (int c = kCols * thread; c < job.shape.dim; c += kSliceCols) {
+  for (int c = kCols * thread; c < shape.dim; c += kSliceCols) {
     float4 x[kStreams];
     float v[kCols];
-    LoadStreams(job, row, c, x);
+    LoadStreams<false>(shape, streams + c, true, x);
     CollapseCols(pre, x, v);
 #pragma unroll
     for (int i = 0; i < kCols; ++i) sum = fmaf(v[i], v[i], sum);
@@ -165,9 +170,11 @@ __device__ __forceinline__ float SquareOfRow(const PreJob& job, int row,
   return SumOfSlot(sums, 0);
 }
 
-// From a row's sums, slot i in lane i of each warp.
-__device__ __forceinline__ Collapse CollapseOf(const PreJob& job, int row, float total, float scale,
-                                               float base, float (&sums)[kPreWarps][kWarpSize]) {
+// From a row's sums, slot i in lane i of each warp. streams: the row's.
+template <bool kWhole>
+__device__ __forceinline__ Collapse CollapseOf(const PreJob& job, const float* streams, float total,
+                                               float scale, float base,
+                                               float (&sums)[kPreWarps][kWarpSize]) {
   const auto slot = [total](int i) { return __shfl_sync(kFullMask, total, i); };
   const float squares[kStreams] = {slot(kDiagonal), slot(kDiagonal + 1), slot(kDiagonal + 2),
                                    slot(kDiagonal + 3)};
@@ -178,7 +185,7 @@ __device__ __forceinline__ Collapse CollapseOf(const PreJob& job, int row, float
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
     const float own = __shfl_sync(kFullMask, gate, j) + job.shape.hc_eps;
-    pre[j] = j < job.shape.streams ? own : 0.0f;
+    pre[j] = kWhole || j < job.shape.streams ? own : 0.0f;
   }
   // (sum_j pre_j X_j)^2: pre_j (pre_j X_j X_j + 2 sum of the products with streams behind it).
   float alone = 0.0f, across = 0.0f;
@@ -190,57 +197,68 @@ __device__ __forceinline__ Collapse CollapseOf(const PreJob& job, int row, float
   }
   float square = fmaf(2.0f, across, alone);
   // Where streams cancel each other, too few digits are left. The same for all blocks of the row.
-  if (square < kCancelled * alone) square = SquareOfRow(job, row, pre, sums);
+  if (square < kCancelled * alone) square = SquareOfRow(job.shape, streams, pre, sums);
   collapse.factor = rsqrtf(fmaf(square, job.inverse_dim, job.shape.norm_eps));
   return collapse;
 }
 
 // kHead: of the chosen rows, and nobody needs other mixes than pre. Else the last blocks of the
-// grid's second dimension leave the mixes.
-template <bool kHead>
+// grid's second dimension leave the mixes. kWhole: four streams, slices and rows of `out` are full,
+// and all parts ahead are there.
+template <bool kHead, bool kWhole>
 __global__ void __launch_bounds__(kPreThreads, kPreBlocks) HcPreKernel(const PreJob job) {
-  // Four lanes a part.
-  constexpr int kQuads = kStartSlots / 4, kStep = kPreThreads / kQuads;
+  constexpr int kQuads = kStartSlots / 4, kStep = kPreThreads / kQuads;  // four lanes a part
   __shared__ float sums[kPreWarps][kWarpSize];
   LaunchDependents();
   const int t = static_cast<int>(blockIdx.x);
   const int slices = static_cast<int>(gridDim.y) - (kHead ? 0 : 1);
   if (!kHead && static_cast<int>(blockIdx.y) == slices) {
-    LeaveMixes(job, t, sums);
+    LeaveMixes<kWhole>(job, t, sums);
     return;
   }
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int quad = lane % kQuads, first = thread / kQuads, parts = job.shape.parts;
-  const int h = job.shape.streams;
+  const int h = kWhole ? kStreams : job.shape.streams, dim = job.shape.dim;
+  const int cols = static_cast<int>(job.out.cols);
   int c = static_cast<int>(blockIdx.y) * kSliceCols + kCols * thread;
   const float base = lane < h ? job.base[lane] : 0.0f, scale = job.scale[0];
   const int64_t stride = job.rows * kStartSlots;
-  float4 weight = LoadQuad(job.norm_weight + c, c < job.shape.dim);
+  float4 weight = LoadQuad(job.norm_weight + c, kWhole || c < dim);
+  float* const share = &sums[warp][4 * quad + FoldedSum<16>(lane) % 4];
+  const float* from = job.start + first * stride + 4 * quad;
+  const float* streams = job.streams;
+  if (!kHead) {
+    from += t * kStartSlots;
+    streams += static_cast<int64_t>(t) * h * dim;
+  }
   GridDependencyWait();
 
-  const int row = kHead ? job.row_index[t] : t;
-  const float* from = job.start + row * kStartSlots + 4 * quad;
-  PartQuads<kStep> quads;
+  if (kHead) {
+    const int row = job.row_index[t];
+    from += row * kStartSlots;
+    streams += static_cast<int64_t>(row) * h * dim;
+  }
+  PartQuads<kStep, kWhole> quads;
   quads.Load(from, stride, first, parts);
   float4 x[kStreams];
-  LoadStreams(job, row, c, x);
+  LoadStreams<kWhole>(job.shape, streams + c, c < dim, x);
   const float4 sum = quads.Sum(from, stride, first, parts);
   const float slots[4] = {sum.x, sum.y, sum.z, sum.w};
-  const float share = FoldSums<16, 4>(lane, slots);
-  sums[warp][4 * quad + FoldedSum<16>(lane) % 4] = share;  // by two lanes each
+  *share = FoldSums<16, 4>(lane, slots);  // by two lanes each
   __syncthreads();
   const float total = SumOfSlot(sums, lane % kStartSlots);
-  const Collapse collapse = CollapseOf(job, row, total, scale, base, sums);
-  while (c < job.out.cols) {  // the same for a whole warp: columns come in 256s
+  const Collapse collapse = CollapseOf<kWhole>(job, streams, total, scale, base, sums);
+  for (;;) {
     float v[kCols];
     CollapseCols(collapse.pre, x, v);
     v[0] *= collapse.factor * weight.x, v[1] *= collapse.factor * weight.y;
     v[2] *= collapse.factor * weight.z, v[3] *= collapse.factor * weight.w;
-    StoreForms(job.out, t, c, v);
+    if (kWhole || c < cols) StoreForms(job.out, t, c, v);  // whole warps: columns come in 256s
     c += slices * kSliceCols;
-    weight = LoadQuad(job.norm_weight + c, c < job.shape.dim);
-    LoadStreams(job, row, c, x);
+    if (c >= cols) break;
+    weight = LoadQuad(job.norm_weight + c, kWhole || c < dim);
+    LoadStreams<kWhole>(job.shape, streams + c, c < dim, x);
   }
 }
 
@@ -295,8 +313,10 @@ void LaunchHcPre(const LaunchContext& launch, const HcParams& params, int rows,
   PreJob job = MakeJob(params, rows, streams, partial, weights, norm_weight, x);
   CHECK(job.num_mixes > params.num_streams) << job.num_mixes << " mixing rows";
   job.mixes = mixes;
+  const bool whole = params.num_streams == kStreams && x.cols == params.hidden_dim &&
+                     x.cols % kSliceCols == 0 && job.shape.parts >= kAheadParts;
   Launch(launch, dim3(static_cast<unsigned>(rows), BlocksOfRow(launch, x) + 1), kPreThreads, 0,
-         HcPreKernel<false>, job);
+         whole ? HcPreKernel<false, true> : HcPreKernel<false, false>, job);
 }
 
 void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,
@@ -305,7 +325,7 @@ void LaunchHcHead(const LaunchContext& launch, const HcParams& params, int rows,
   PreJob job = MakeJob(params, rows, streams, partial, weights, norm_weight, out);
   job.row_index = row_index;
   Launch(launch, dim3(static_cast<unsigned>(out.rows), BlocksOfRow(launch, out)), kPreThreads, 0,
-         HcPreKernel<true>, job);
+         HcPreKernel<true, false>, job);
 }
 
 void LaunchRmsNorm(const LaunchContext& launch, const float* x, int64_t stride, int rows, int cols,

@@ -44,17 +44,17 @@ __device__ __forceinline__ void StoreQuantized(const ActivationView& out, int t,
   }
 #pragma unroll
   for (int lane = 1; lane < kLanes / 2; lane *= 2) sum += __shfl_xor_sync(kFullMask, sum, lane);
-  const int tiles = TilesOf(out), block = c / 32;
-  uint32_t* to =
-      reinterpret_cast<uint32_t*>(out.q + (block * tiles + t / 8) * 32 + 4 * (t % 8)) + c % 32 / 4;
+  // Rows of a tile stand side by side, and so do tiles: a block of a row is eight words.
+  const int padded = 8 * TilesOf(out), at = c / 32 * padded + t;
+  uint32_t* const to = reinterpret_cast<uint32_t*>(out.q) + 8 * at + c % 32 / 4;
   if constexpr (kCols == 4) {
     *to = words[0];
   } else {
     *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
   }
-  if (c % 32 == 0) out.scale[block * tiles * 8 + t] = scale;
+  if (c % 32 == 0) out.scale[at] = scale;
   if (out.sums != nullptr && c % 16 == 0) {
-    out.sums[c / 16 * tiles * 8 + t] = scale * static_cast<float>(sum);
+    out.sums[c / 16 * padded + t] = scale * static_cast<float>(sum);
   }
 }
 

@@ -422,8 +422,9 @@ TEST(HyperConnectionTest, PreCollapsesNormsAndBalances) {
   struct Case {
     int h, d, rows;
   };
-  for (const Case& c : {Case{4, 64, 3}, Case{4, 520, 2}, Case{2, 136, 9}, Case{3, 64, 1},
-                        Case{1, 72, 2}, Case{4, 4160, 1}, Case{4, 1104, 7}}) {
+  for (const Case& c :
+       {Case{4, 64, 3}, Case{4, 520, 2}, Case{2, 136, 9}, Case{3, 64, 1}, Case{1, 72, 2},
+        Case{4, 4160, 1}, Case{4, 1104, 7}, Case{4, 4096, 1}, Case{4, 4608, 2}}) {
     SCOPED_TRACE(testing::Message() << c.h << " streams of " << c.d);
     TestDevice device;
     const Site site(c.h, c.d, c.rows, DType::kF32, 31);
@@ -457,25 +458,26 @@ TEST(HyperConnectionTest, SinkhornHoldsForLopsidedMatrices) {
 
 // A block for all slices of a row, and one for each.
 TEST(HyperConnectionTest, PreGivesARowTheSameBitsAloneAndInABatch) {
-  const int d = 1104;
-  const Site site(4, d, 10, DType::kF32, 51);
-  TestDevice device;
-  const PreResult batch = RunPre(device, site);
-  for (const int t : {0, 7, 9}) {
-    const PreResult alone = RunPre(device, RowOf(site, t));
-    EXPECT_EQ(0, std::memcmp(alone.x.data(), &batch.x[t * PaddedCols(d)], alone.x.size() * 4));
-    EXPECT_EQ(0, std::memcmp(alone.post.data(), &batch.post[t * 4], 4 * 4));
-    EXPECT_EQ(0, std::memcmp(alone.comb.data(), &batch.comb[t * 16], 16 * 4));
+  for (const auto& [d, rows] : {std::pair{1104, 10}, {4096, 7}}) {
+    SCOPED_TRACE(testing::Message() << d << " columns");
+    const Site site(4, d, rows, DType::kF16, 51);
+    TestDevice device, wide(64);
+    const PreResult batch = RunPre(device, site);
+    for (const int t : {0, rows - 1}) {
+      const PreResult alone = RunPre(wide, RowOf(site, t));
+      EXPECT_EQ(0, std::memcmp(alone.x.data(), &batch.x[t * PaddedCols(d)], alone.x.size() * 4));
+      EXPECT_EQ(0, std::memcmp(alone.post.data(), &batch.post[t * 4], 4 * 4));
+      EXPECT_EQ(0, std::memcmp(alone.comb.data(), &batch.comb[t * 16], 16 * 4));
+    }
   }
 }
 
 // Streams whose weighted sum is thousands of times smaller than they are: too small for the norm to
 // follow from the products of the streams, in several slices and in rows of one block.
 TEST(HyperConnectionTest, PreHoldsWhereStreamsCancel) {
-  for (const int rows : {1, 9}) {
-    SCOPED_TRACE(testing::Message() << rows << " rows");
+  for (const auto& [d, rows] : {std::pair{1104, 1}, {1104, 9}, {4096, 1}}) {
+    SCOPED_TRACE(testing::Message() << rows << " rows of " << d);
     TestDevice device;
-    const int d = 1104;
     Site site(4, d, rows, DType::kF32, 55);
     site.scale = {0.0f, 0.0f, 0.0f};
     std::fill(site.base.begin(), site.base.begin() + 4, 0.0f);  // all pre are 0.5 + eps
