@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kPreThreads = 128;
 constexpr int kPreWarps = kPreThreads / kWarpSize;
-constexpr int kPreBlocks = 8;  // on a multiprocessor, at least
+constexpr int kPreBlocks = 8;  // on a multiprocessor
 constexpr int kCols = 4;       // of a thread in a slice
 constexpr int kSliceCols = kCols * kPreThreads;
 constexpr int kAheadParts = 128;             // whose sums are in flight at once
@@ -26,18 +26,19 @@ constexpr float kCancelled = 1.0f / 64.0f;
 struct PreJob {
   HcShape shape;
   int rows = 0;
-  const int32_t* row_index = nullptr;  // head only
-  const float* streams = nullptr;
-  const float* start = nullptr;
-  const float* rest = nullptr;
-  int num_mixes = 0;
   const float* base = nullptr;
   const float* scale = nullptr;
   const float* norm_weight = nullptr;
+  const float* streams = nullptr;
+  const float* start = nullptr;
+  const float* rest = nullptr;
+  const int32_t* row_index = nullptr;  // head only
+  int num_mixes = 0;
   float* mixes = nullptr;
   ActivationView out;
   float inverse_dim = 0.0f;   // 1 / D
   float inverse_size = 0.0f;  // 1 / (H D)
+  int rehearsals = 0;         // turns before the one that counts
 };
 
 __device__ __forceinline__ float4 AddQuads(float4 a, float4 b) {
@@ -129,13 +130,14 @@ struct Collapse {
   float factor;  // of the norm
 };
 
-// This thread's columns of all streams, `from` those of the first one.
+// This thread's columns of all streams, `from` those of the first one, `stride` from one to the
+// next.
 template <bool kWhole>
-__device__ __forceinline__ void LoadStreams(const HcShape& shape, const float* from, bool there,
-                                            float4 (&x)[kStreams]) {
+__device__ __forceinline__ void LoadStreams(const HcShape& shape, const float* from, int stride,
+                                            bool there, float4 (&x)[kStreams]) {
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
-    x[j] = LoadQuad(from + j * shape.dim, kWhole || (there && j < shape.streams));
+    x[j] = LoadQuad(from + j * stride, kWhole || (there && j < shape.streams));
   }
 }
 __device__ __forceinline__ void CollapseCols(const float (&pre)[kStreams],
@@ -158,7 +160,7 @@ __device__ __forceinline__ float SquareOfRow(const HcShape& shape, const float* 
   for (int c = kCols * thread; c < shape.dim; c += kSliceCols) {
     float4 x[kStreams];
     float v[kCols];
-    LoadStreams<false>(shape, streams + c, true, x);
+    LoadStreams<false>(shape, streams + c, shape.dim, true, x);
     CollapseCols(pre, x, v);
 #pragma unroll
     for (int i = 0; i < kCols; ++i) sum = fmaf(v[i], v[i], sum);
@@ -170,7 +172,7 @@ __device__ __forceinline__ float SquareOfRow(const HcShape& shape, const float* 
   return SumOfSlot(sums, 0);
 }
 
-// From a row's sums, slot i in lane i of each warp. streams: the row's.
+// From a row's sums, slot i in lane i of each warp. streams: the row's, or null for a rehearsal.
 template <bool kWhole>
 __device__ __forceinline__ Collapse CollapseOf(const PreJob& job, const float* streams, float total,
                                                float scale, float base,
@@ -197,14 +199,28 @@ __device__ __forceinline__ Collapse CollapseOf(const PreJob& job, const float* s
   }
   float square = fmaf(2.0f, across, alone);
   // Where streams cancel each other, too few digits are left. The same for all blocks of the row.
-  if (square < kCancelled * alone) square = SquareOfRow(job.shape, streams, pre, sums);
+  if (streams != nullptr && square < kCancelled * alone) {
+    square = SquareOfRow(job.shape, streams, pre, sums);
+  }
   collapse.factor = rsqrtf(fmaf(square, job.inverse_dim, job.shape.norm_eps));
   return collapse;
 }
 
+// Where the rows are that a block reads.
+struct RowPlace {
+  const float* start = nullptr;  // four slots of the thread's first part
+  int64_t start_stride = 0;      // to the next part
+  const float* streams = nullptr;
+  int stride = 0;  // to the next stream
+};
+
 // kHead: of the chosen rows, and nobody needs other mixes than pre. Else the last blocks of the
 // grid's second dimension leave the mixes. kWhole: four streams, slices and rows of `out` are full,
-// and all parts ahead are there.
+// all parts ahead are there, and a block has one slice.
+//
+// A kernel that runs once a layer finds its code and parameters in no cache. A few rows are ready
+// to go while the kernel ahead is still busy: then a first turn does all the work on norm weights,
+// in the place of everything that is not there yet, and stores nothing.
 template <bool kHead, bool kWhole>
 __global__ void __launch_bounds__(kPreThreads, kPreBlocks) HcPreKernel(const PreJob job) {
   constexpr int kQuads = kStartSlots / 4, kStep = kPreThreads / kQuads;  // four lanes a part
@@ -218,47 +234,50 @@ __global__ void __launch_bounds__(kPreThreads, kPreBlocks) HcPreKernel(const Pre
   }
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % kWarpSize, warp = thread / kWarpSize;
-  const int quad = lane % kQuads, first = thread / kQuads, parts = job.shape.parts;
+  const int quad = lane % kQuads, first = thread / kQuads;
   const int h = kWhole ? kStreams : job.shape.streams, dim = job.shape.dim;
   const int cols = static_cast<int>(job.out.cols);
   int c = static_cast<int>(blockIdx.y) * kSliceCols + kCols * thread;
   const float base = lane < h ? job.base[lane] : 0.0f, scale = job.scale[0];
-  const int64_t stride = job.rows * kStartSlots;
   float4 weight = LoadQuad(job.norm_weight + c, kWhole || c < dim);
   float* const share = &sums[warp][4 * quad + FoldedSum<16>(lane) % 4];
-  const float* from = job.start + first * stride + 4 * quad;
-  const float* streams = job.streams;
-  if (!kHead) {
-    from += t * kStartSlots;
-    streams += static_cast<int64_t>(t) * h * dim;
-  }
-  GridDependencyWait();
-
-  if (kHead) {
-    const int row = job.row_index[t];
-    from += row * kStartSlots;
-    streams += static_cast<int64_t>(row) * h * dim;
-  }
-  PartQuads<kStep, kWhole> quads;
-  quads.Load(from, stride, first, parts);
-  float4 x[kStreams];
-  LoadStreams<kWhole>(job.shape, streams + c, c < dim, x);
-  const float4 sum = quads.Sum(from, stride, first, parts);
-  const float slots[4] = {sum.x, sum.y, sum.z, sum.w};
-  *share = FoldSums<16, 4>(lane, slots);  // by two lanes each
-  __syncthreads();
-  const float total = SumOfSlot(sums, lane % kStartSlots);
-  const Collapse collapse = CollapseOf<kWhole>(job, streams, total, scale, base, sums);
-  for (;;) {
-    float v[kCols];
-    CollapseCols(collapse.pre, x, v);
-    v[0] *= collapse.factor * weight.x, v[1] *= collapse.factor * weight.y;
-    v[2] *= collapse.factor * weight.z, v[3] *= collapse.factor * weight.w;
-    if (kWhole || c < cols) StoreForms(job.out, t, c, v);  // whole warps: columns come in 256s
-    c += slices * kSliceCols;
-    if (c >= cols) break;
-    weight = LoadQuad(job.norm_weight + c, kWhole || c < dim);
-    LoadStreams<kWhole>(job.shape, streams + c, c < dim, x);
+  RowPlace place = {job.norm_weight, 0, job.norm_weight, 0};
+#pragma unroll 1
+  for (int turn = kWhole ? job.rehearsals : 0; turn >= 0; --turn) {
+    const bool counts = turn == 0;
+    if (counts) {
+      place.start_stride = job.rows * kStartSlots;
+      place.start = job.start + first * place.start_stride + 4 * quad;
+      place.stride = dim;
+      GridDependencyWait();
+      const int row = kHead ? job.row_index[t] : t;
+      place.start += row * kStartSlots;
+      place.streams = job.streams + static_cast<int64_t>(row) * h * dim;
+    }
+    PartQuads<kStep, kWhole> quads;
+    quads.Load(place.start, place.start_stride, first, job.shape.parts);
+    float4 x[kStreams];
+    LoadStreams<kWhole>(job.shape, place.streams + c, place.stride, c < dim, x);
+    const float4 sum = quads.Sum(place.start, place.start_stride, first, job.shape.parts);
+    const float slots[4] = {sum.x, sum.y, sum.z, sum.w};
+    *share = FoldSums<16, 4>(lane, slots);  // by two lanes each
+    __syncthreads();
+    const float total = SumOfSlot(sums, lane % kStartSlots);
+    const Collapse collapse =
+        CollapseOf<kWhole>(job, counts ? place.streams : nullptr, total, scale, base, sums);
+    for (;;) {
+      float v[kCols];
+      CollapseCols(collapse.pre, x, v);
+      v[0] *= collapse.factor * weight.x, v[1] *= collapse.factor * weight.y;
+      v[2] *= collapse.factor * weight.z, v[3] *= collapse.factor * weight.w;
+      // Whole warps: columns come in 256s.
+      if (kWhole || c < cols) StoreForms(job.out, t, c, v, counts);
+      if (kWhole || c + slices * kSliceCols >= cols) break;
+      c += slices * kSliceCols;
+      weight = LoadQuad(job.norm_weight + c, c < dim);
+      LoadStreams<kWhole>(job.shape, place.streams + c, dim, c < dim, x);
+    }
+    if (!counts) __syncthreads();  // all warps have read the sums
   }
 }
 
@@ -298,11 +317,15 @@ PreJob MakeJob(const HcParams& params, int rows, const float* streams, const flo
   return job;
 }
 
-// Blocks that share a row's slices: one each, unless the rows alone fill the device. No result
+unsigned NumSlices(const ActivationView& out) {
+  return static_cast<unsigned>((out.cols + kSliceCols - 1) / kSliceCols);
+}
+
+// Blocks that share a row's slices: one each, unless that is more than run at once. No result
 // depends on it.
 unsigned BlocksOfRow(const LaunchContext& launch, const ActivationView& out) {
-  const int64_t slices = (out.cols + kSliceCols - 1) / kSliceCols;
-  return static_cast<unsigned>(std::clamp<int64_t>(2 * launch.num_sms / out.rows, 1, slices));
+  const int64_t blocks = int64_t{out.rows} * (NumSlices(out) + 1);
+  return blocks <= int64_t{kPreBlocks} * launch.num_sms ? NumSlices(out) : 1;
 }
 
 }  // namespace
@@ -313,9 +336,11 @@ void LaunchHcPre(const LaunchContext& launch, const HcParams& params, int rows,
   PreJob job = MakeJob(params, rows, streams, partial, weights, norm_weight, x);
   CHECK(job.num_mixes > params.num_streams) << job.num_mixes << " mixing rows";
   job.mixes = mixes;
+  const unsigned blocks = BlocksOfRow(launch, x);
   const bool whole = params.num_streams == kStreams && x.cols == params.hidden_dim &&
-                     x.cols % kSliceCols == 0 && job.shape.parts >= kAheadParts;
-  Launch(launch, dim3(static_cast<unsigned>(rows), BlocksOfRow(launch, x) + 1), kPreThreads, 0,
+                     blocks * kSliceCols == x.cols && job.shape.parts >= kAheadParts;
+  job.rehearsals = int64_t{rows} * (blocks + 1) <= launch.num_sms ? 1 : 0;
+  Launch(launch, dim3(static_cast<unsigned>(rows), blocks + 1), kPreThreads, 0,
          whole ? HcPreKernel<false, true> : HcPreKernel<false, false>, job);
 }
 

@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t MagnitudeBits(float value) {
 // lanes a block.
 template <int kCols>
 __device__ __forceinline__ void StoreQuantized(const ActivationView& out, int t, int c,
-                                               const float (&v)[kCols]) {
+                                               const float (&v)[kCols], bool wanted) {
   static_assert(kCols == 4 || kCols == 8);
   constexpr int kLanes = 32 / kCols;
   uint32_t magnitude = 0;
@@ -31,14 +31,18 @@ __device__ __forceinline__ void StoreQuantized(const ActivationView& out, int t,
     magnitude = max(magnitude, __shfl_xor_sync(kFullMask, magnitude, lane));
   }
   const float amax = __uint_as_float(magnitude);
+  // Small code, no branches: zeros have a numerator of zero, and amax / 127 is a product and its
+  // correction, which is the quotient's rounding for every amax that counts.
+  constexpr float kShare = 1.0f / 127.0f;
   const bool zeros = amax < kTinyAmax;
-  const float scale = zeros ? 0.0f : amax / 127.0f, inverse = 127.0f / amax;
+  const float inverse = (zeros ? 0.0f : 127.0f) / fmaxf(amax, kTinyAmax);
+  const float product = amax * kShare;
+  const float scale = zeros ? 0.0f : fmaf(fmaf(-product, 127.0f, amax), kShare, product);
   uint32_t words[kCols / 4] = {};
   int sum = 0;
 #pragma unroll
   for (int i = 0; i < kCols; ++i) {
-    const float rounded = zeros ? 0.0f : rintf(v[i] * inverse);
-    const int q = static_cast<int>(fminf(fmaxf(rounded, -127.0f), 127.0f));
+    const int q = static_cast<int>(fminf(fmaxf(rintf(v[i] * inverse), -127.0f), 127.0f));
     sum += q;
     words[i / 4] |= static_cast<uint32_t>(q & 0xff) << (8 * (i % 4));
   }
@@ -48,38 +52,43 @@ __device__ __forceinline__ void StoreQuantized(const ActivationView& out, int t,
   const int padded = 8 * TilesOf(out), at = c / 32 * padded + t;
   uint32_t* const to = reinterpret_cast<uint32_t*>(out.q) + 8 * at + c % 32 / 4;
   if constexpr (kCols == 4) {
-    *to = words[0];
+    if (wanted) *to = words[0];
   } else {
-    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+    if (wanted) *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
   }
-  if (c % 32 == 0) out.scale[at] = scale;
-  if (out.sums != nullptr && c % 16 == 0) {
+  if (wanted && c % 32 == 0) out.scale[at] = scale;
+  if (wanted && out.sums != nullptr && c % 16 == 0) {
     out.sums[c / 16 * padded + t] = scale * static_cast<float>(sum);
   }
 }
 
 // This lane's columns from c (a multiple of kCols) on of row t in all forms that `out` has. Whole
-// warps, lanes in the order of columns: 32 / kCols lanes share a block of 32.
+// warps, lanes in the order of columns: 32 / kCols lanes share a block of 32. Not `wanted`: all of
+// the work, but no store.
 template <int kCols>
 __device__ __forceinline__ void StoreForms(const ActivationView& out, int t, int c,
-                                           const float (&v)[kCols]) {
+                                           const float (&v)[kCols], bool wanted = true) {
   const int64_t at = static_cast<int64_t>(t) * out.cols + c;
   if (out.f32 != nullptr) {
     float4* to = reinterpret_cast<float4*>(out.f32 + at);
 #pragma unroll
-    for (int i = 0; i < kCols; i += 4) to[i / 4] = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+    for (int i = 0; i < kCols; i += 4) {
+      if (wanted) to[i / 4] = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+    }
   }
   if (out.bf16 != nullptr) {
     uint32_t words[kCols / 2];
 #pragma unroll
     for (int i = 0; i < kCols / 2; ++i) words[i] = FloatsToBf162(v[2 * i], v[2 * i + 1]);
     if constexpr (kCols == 4) {
-      *reinterpret_cast<uint2*>(out.bf16 + at) = make_uint2(words[0], words[1]);
+      if (wanted) *reinterpret_cast<uint2*>(out.bf16 + at) = make_uint2(words[0], words[1]);
     } else {
-      *reinterpret_cast<uint4*>(out.bf16 + at) = make_uint4(words[0], words[1], words[2], words[3]);
+      if (wanted)
+        *reinterpret_cast<uint4*>(out.bf16 + at) =
+            make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
-  if (out.q != nullptr) StoreQuantized(out, t, c, v);
+  if (out.q != nullptr) StoreQuantized(out, t, c, v, wanted);
 }
 
 // Columns [c, c + 8) of a row of `cols`, zeros past its end; `vectors`: 16-byte loads fit.
