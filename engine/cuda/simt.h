@@ -154,6 +154,11 @@ __device__ __forceinline__ void LoadMatrix4Trans(uint32_t (&r)[4], const void* s
                : "memory");
 }
 
+// A barrier of `threads` threads of the block, whole warps, who alone use number `barrier`, 1..15.
+__device__ __forceinline__ void SyncThreads(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 __device__ __forceinline__ uint64_t GlobalTimerNs() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
@@ -314,6 +319,11 @@ using SharedWordAddress = uint32_t;
 __device__ __forceinline__ SharedWordAddress AddressOfShared(const void* shared) {
   return SharedAddress(shared);
 }
+// `at` with its byte 1 replaced by byte `byte` of `word`: one instruction.
+__device__ __forceinline__ SharedWordAddress WithByte1(SharedWordAddress at, uint32_t word,
+                                                       uint32_t byte) {
+  return SelectBytes(word, at, 0x7604u | byte << 4);
+}
 __device__ __forceinline__ uint32_t LoadSharedWord(SharedWordAddress at) {
   uint32_t word;
   asm("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at));
@@ -323,6 +333,9 @@ __device__ __forceinline__ uint32_t LoadSharedWord(SharedWordAddress at) {
 using SharedWordAddress = uintptr_t;
 inline SharedWordAddress AddressOfShared(const void* shared) {
   return reinterpret_cast<uintptr_t>(shared);
+}
+inline SharedWordAddress WithByte1(SharedWordAddress at, uint32_t word, uint32_t byte) {
+  return (at & ~SharedWordAddress{0xff00}) | (word >> (8 * byte) & 255u) << 8;
 }
 inline uint32_t LoadSharedWord(SharedWordAddress at) {
   return *reinterpret_cast<const uint32_t*>(at);
@@ -352,6 +365,9 @@ __device__ __forceinline__ void RehearseAndRun(bool rehearse, Work work) {
     work(turn == 1);
   }
 }
+
+// `value`, the same in all lanes, in a way that shows the compiler that it is.
+__device__ __forceinline__ int Uniform(int value) { return __shfl_sync(kFullMask, value, 0); }
 
 // Every lane gets the sum (the same bits) in the fixed order of the tree 16, 8, 4, 2, 1.
 __device__ __forceinline__ float WarpSum(float value) {

@@ -83,6 +83,14 @@ struct Warp {
   Lane lanes[32];
 };
 
+// A numbered barrier, while threads wait at it.
+constexpr int kNumBarriers = 16;
+struct Barrier {
+  int threads = 0;  // that it is for
+  int arrived = 0;
+  uint32_t warps = 0;  // that have threads at it
+};
+
 // Stacks for the fibers of one OS thread, each above a page that faults.
 class StackPool {
  public:
@@ -130,6 +138,7 @@ struct Machine {
   unsigned num_threads = 0, num_warps = 0;
   unsigned current = 0;
   unsigned at_block = 0, done = 0;
+  Barrier barriers[kNumBarriers];
   const char* barrier_file = nullptr;
   int barrier_line = 0;
 
@@ -447,6 +456,24 @@ void MeetBlock(const char* file, int line) {
   if (++m.at_block < m.num_threads) return Block(State::kAtBlock, file, line);
   m.at_block = 0;
   for (unsigned w = 0; w < m.num_warps; ++w) MakeReady(w);
+}
+
+void MeetSome(int barrier, int threads, const char* file, int line) {
+  Machine& m = *machine;
+  if (barrier < 1 || barrier >= kNumBarriers || threads <= 0 || threads % 32 != 0 ||
+      static_cast<unsigned>(threads) > m.num_threads) {
+    Fail("SyncThreads with such a number or so many threads");
+  }
+  Barrier& b = m.barriers[barrier];
+  if (b.arrived != 0 && b.threads != threads) Fail("SyncThreads for different numbers of threads");
+  b.threads = threads;
+  b.warps |= 1u << (m.current / 32);
+  if (++b.arrived < threads) return Block(State::kAtBlock, file, line);
+  if (std::popcount(b.warps) * 32 != threads) Fail("SyncThreads without some lanes of a warp");
+  for (unsigned w = 0; w < m.num_warps; ++w) {
+    if ((b.warps >> w & 1) != 0) MakeReady(w);
+  }
+  b = {};
 }
 
 void Yield() {

@@ -101,6 +101,7 @@ unsigned LaneIndex();
 // Waits until all 32 lanes are at this operation; then every lane's `out` is filled.
 void MeetWarp(WarpOp op, const char* file, int line);
 void MeetBlock(const char* file, int line);
+void MeetSome(int barrier, int threads, const char* file, int line);
 // Lets the other fibers and OS threads run: for loops that wait for a flag.
 void Yield();
 void CopyAsync(void* shared, const void* global);
@@ -351,6 +352,9 @@ struct alignas(16) WordPair {
 };
 WordPair LoadRelaxedSystem(const WordPair* words);
 void StoreRelaxedSystem(WordPair* words, WordPair pair);
+inline void SyncThreads(int barrier, int threads, DS4_EMULATOR_HERE) {
+  emulator::MeetSome(barrier, threads, file, line);
+}
 inline uint64_t GlobalTimerNs() { return emulator::NowNs(); }
 
 // A LaunchContext, and where Launch was called: the name of a kernel in reports.

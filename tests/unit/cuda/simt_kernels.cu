@@ -162,6 +162,39 @@ __global__ void __launch_bounds__(kReverseThreads)
 
 constexpr int kPipelineValues = 128;
 constexpr int kPipelineDepth = 3;
+__global__ void TeamsKernel(uint32_t* x) {
+  __shared__ uint32_t values[64 * kTeams];
+  LaunchDependents();
+  GridDependencyWait();
+  const int thread = static_cast<int>(threadIdx.x);
+  const int team = thread / 64;
+  values[thread] = x[thread];
+  for (int step = 0; step < team + 3; ++step) {
+    SyncThreads(team + 1, 64);
+    const uint32_t twice = 2 * values[team * 64 + (thread + 1) % 64];
+    SyncThreads(team + 1, 64);
+    values[thread] = twice;
+  }
+  x[thread] = values[thread];
+}
+
+constexpr int kTableWords = 256 * 64;
+__global__ void LookUpKernel(const uint32_t* words, int count, const uint32_t* table,
+                             uint32_t* out) {
+  LaunchDependents();
+  GridDependencyWait();
+  DS4_DYNAMIC_SHARED(memory);
+  auto* aligned = reinterpret_cast<uint32_t*>(
+      memory + (0u - static_cast<uint32_t>(AddressOfShared(memory))) % (4 * kTableWords));
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int i = thread; i < kTableWords; i += 64) aligned[i] = table[i];
+  __syncthreads();
+  const SharedWordAddress own = AddressOfShared(aligned) + 4 * static_cast<uint32_t>(thread);
+  for (int i = thread; i < count; i += 64) {
+    for (uint32_t k = 0; k < 4; ++k) out[4 * i + k] = LoadSharedWord(WithByte1(own, words[i], k));
+  }
+}
+
 __global__ void __launch_bounds__(32) PipelineKernel(const float* x, int stages, float* out) {
   LaunchDependents();
   GridDependencyWait();
@@ -305,6 +338,13 @@ void LaunchReverse(const LaunchContext& launch, const float* x, int blocks, size
   const auto first = static_cast<uint32_t>(shared_bytes / sizeof(float)) - kReverseThreads;
   Launch(launch, static_cast<unsigned>(blocks), kReverseThreads, shared_bytes, ReverseKernel, x,
          first, out);
+}
+void LaunchTeams(const LaunchContext& launch, uint32_t* x) {
+  Launch(launch, 1, 64 * kTeams, 0, TeamsKernel, x);
+}
+void LaunchLookUp(const LaunchContext& launch, const uint32_t* words, int count,
+                  const uint32_t* table, uint32_t* out) {
+  Launch(launch, 1, 64, 2 * 4 * kTableWords, LookUpKernel, words, count, table, out);
 }
 void LaunchPipeline(const LaunchContext& launch, const float* x, int stages, float* out) {
   Launch(launch, 1, 32, 0, PipelineKernel, x, stages, out);

@@ -48,6 +48,14 @@ void LaunchLoadMatrix(const LaunchContext& launch, const uint16_t* matrices, uin
 // least 1 KB; the last 1 KB of it is used).
 void LaunchReverse(const LaunchContext& launch, const float* x, int blocks, size_t shared_bytes,
                    float* out);
+// x: [64 kTeams] of one block, a team each 64. Team k steps k + 3 times: every thread takes twice
+// the value of the thread beside it in the team.
+inline constexpr int kTeams = 4;
+void LaunchTeams(const LaunchContext& launch, uint32_t* x);
+// out[4 i + k] = table[64 * (byte k of words[i]) + i % 64], of 256 entries of 256 bytes that stand
+// at a multiple of 64 KB in shared memory.
+void LaunchLookUp(const LaunchContext& launch, const uint32_t* words, int count,
+                  const uint32_t* table, uint32_t* out);
 // out[i] = sum over stages s of x[s * 128 + i] * (s + 1), i < 128, by a ring of three asynchronous
 // copies in flight.
 void LaunchPipeline(const LaunchContext& launch, const float* x, int stages, float* out);

@@ -265,6 +265,33 @@ TEST_F(SimtTest, ThreadsOfABlockShareMemory) {
   }
 }
 
+TEST_F(SimtTest, TeamsOfABlockWaitForThemselvesAlone) {
+  std::vector<uint32_t> x(64 * kTeams);
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<uint32_t>(i) * 2654435761u;
+  const DeviceBuffer device = ToDevice(x);
+  LaunchTeams(launch, device.as<uint32_t>());
+  const auto got = ToHost<uint32_t>(device);
+  for (size_t i = 0; i < x.size(); ++i) {
+    const size_t team = i / 64, steps = team + 3;
+    EXPECT_EQ(got[i], x[team * 64 + (i + steps) % 64] << steps) << i;
+  }
+}
+
+TEST_F(SimtTest, AddressesFromBytes) {
+  std::vector<uint32_t> table(256 * 64), words(100);
+  for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<uint32_t>(i) * 2654435761u;
+  for (size_t i = 0; i < words.size(); ++i) words[i] = static_cast<uint32_t>(i + 1) * 0x9e3779b9u;
+  const DeviceBuffer in = ToDevice(words), entries = ToDevice(table),
+                     out = Zeros(words.size() * 16);
+  LaunchLookUp(launch, in.as<uint32_t>(), static_cast<int>(words.size()), entries.as<uint32_t>(),
+               out.as<uint32_t>());
+  const auto got = ToHost<uint32_t>(out);
+  for (size_t i = 0; i < got.size(); ++i) {
+    const uint32_t entry = words[i / 4] >> (8 * (i % 4)) & 255;
+    EXPECT_EQ(got[i], table[64 * entry + i / 4 % 64]) << i;
+  }
+}
+
 TEST_F(SimtTest, AsynchronousCopiesInGroups) {
   constexpr int kStages = 11, kValues = 128;
   std::vector<float> x(kStages * kValues);

@@ -69,6 +69,11 @@ TEST_F(EmulatorDeathTest, AThreadThatNeverComesToTheBarrier) {
   EXPECT_DEATH(Run(Misuse::kWarpAndBlockBarrier), "waits in __syncwarp");
 }
 
+TEST_F(EmulatorDeathTest, BarriersOfPartsOfABlock) {
+  EXPECT_DEATH(Run(Misuse::kBarrierOfTooMany), "SyncThreads with such a number or so many threads");
+  EXPECT_DEATH(Run(Misuse::kBarrierOfHalfWarps), "SyncThreads without some lanes of a warp");
+}
+
 TEST_F(EmulatorDeathTest, WarpsThatAreNotWhole) {
   EXPECT_DEATH(Run(Misuse::kPartOfAWarp), "\\(48, 1, 1\\) threads is no whole number of warps");
   EXPECT_DEATH(Run(Misuse::kPartOfTheMask), "without the full mask");

@@ -39,6 +39,16 @@ __global__ void ThreadMissing(std::byte*) {
   __syncthreads();
 }
 
+__global__ void BarrierOfTooMany(std::byte*) {
+  GridDependencyWait();
+  SyncThreads(1, 96);
+}
+
+__global__ void BarrierOfHalfWarps(std::byte*) {
+  GridDependencyWait();
+  if (threadIdx.x % 32 < 16) SyncThreads(1, 32);
+}
+
 __global__ void WarpAndBlockBarrier(std::byte*) {
   GridDependencyWait();
   if (threadIdx.x == 3) {
@@ -113,6 +123,10 @@ void LaunchMisuse(const LaunchContext& launch, Misuse misuse, std::byte* data) {
       return Launch(launch, 2, 64, kShared, ThreadMissing, data);
     case Misuse::kWarpAndBlockBarrier:
       return Launch(launch, 2, 64, kShared, WarpAndBlockBarrier, data);
+    case Misuse::kBarrierOfTooMany:
+      return Launch(launch, 2, 64, kShared, BarrierOfTooMany, data);
+    case Misuse::kBarrierOfHalfWarps:
+      return Launch(launch, 2, 64, kShared, BarrierOfHalfWarps, data);
     case Misuse::kPartOfAWarp:
       return Launch(launch, 2, 48, kShared, Nothing, data);
     case Misuse::kPartOfTheMask:

@@ -16,6 +16,8 @@ enum class Misuse {
   kTwoBarriersMeet,
   kThreadMissing,
   kWarpAndBlockBarrier,
+  kBarrierOfTooMany,
+  kBarrierOfHalfWarps,
   kPartOfAWarp,
   kPartOfTheMask,
   kUnalignedCopy,
