@@ -62,6 +62,15 @@ __device__ __forceinline__ void LoadIq2Tables(uint32_t* tables) {
   }
 }
 
+// What selectors of the low form choose from, 8, -8, 25, -25, 43, -43; and those of the high form,
+// 8, 25, 43, -, -8, -25, -43.
+__device__ __forceinline__ uint32_t Iq2First(uint32_t octet) {
+  return octet < 2 ? 0xe719f808u : 0x002b1908u;
+}
+__device__ __forceinline__ uint32_t Iq2Second(uint32_t octet) {
+  return octet < 2 ? 0x0000d52bu : 0x00d5e7f8u;
+}
+
 // The tables for one lane.
 struct LaneTables {
   SharedWordAddress tables;
@@ -70,10 +79,29 @@ struct LaneTables {
   __device__ __forceinline__ explicit LaneTables(const std::byte* at)
       : tables(AddressOfShared(at)), offset(4 * static_cast<uint32_t>(LaneId())) {}
 
+  __device__ __forceinline__ uint32_t First(uint32_t octet) const { return Iq2First(octet); }
   // The pattern with its number in byte `octet` of `indices`, in the form for that octet.
   __device__ __forceinline__ uint32_t Pattern(uint32_t indices, uint32_t octet) const {
     const uint32_t entry = SelectBytes(indices, offset, 0x6604u | octet << 4);
     return LoadSharedWord(tables + entry + (octet < 2 ? 0 : kIq2FormBytes));
+  }
+};
+
+// The same of tables at a multiple of their size: an instruction less.
+struct AlignedTables {
+  SharedWordAddress copy;  // the lane's copy in entry 0
+  uint32_t first[2];       // of the two forms
+
+  // pattern: any of those in the table.
+  __device__ __forceinline__ AlignedTables(const std::byte* at, uint32_t pattern)
+      : copy(AddressOfShared(at) + 4 * static_cast<uint32_t>(LaneId())) {
+    // A permutation takes one constant from the instruction. No pattern has bit 2, but the compiler
+    // cannot know: it keeps the other constant in a register, where it would copy it at each step.
+    for (uint32_t i = 0; i < 2; ++i) first[i] = Iq2First(2 * i) | (pattern & 4u);
+  }
+  __device__ __forceinline__ uint32_t First(uint32_t octet) const { return first[octet / 2]; }
+  __device__ __forceinline__ uint32_t Pattern(uint32_t indices, uint32_t octet) const {
+    return LoadSharedWord(WithByte1(copy, indices, octet) + (octet < 2 ? 0 : kIq2FormBytes));
   }
 };
 
@@ -84,20 +112,21 @@ struct Iq2Signs {
 };
 
 // Eight signed values: of octet `octet` of a word of indices and one of signs.
-__device__ __forceinline__ void Iq2Values(const LaneTables& own, uint32_t indices,
+template <class Tables>
+__device__ __forceinline__ void Iq2Values(const Tables& own, uint32_t indices,
                                           const Iq2Signs& signs, uint32_t octet, uint32_t& low,
                                           uint32_t& high) {
   const uint32_t word = octet % 2 == 0 ? signs.even : signs.odd;
   const uint32_t mask = octet < 2 ? 0x11111111u : 0x44444444u;
   const uint32_t selector = own.Pattern(indices, octet) | (word & mask);
-  // 8, -8, 25, -25, 43, -43; or 8, 25, 43, -, -8, -25, -43.
-  const uint32_t first = octet < 2 ? 0xe719f808u : 0x002b1908u;
-  const uint32_t second = octet < 2 ? 0x0000d52bu : 0x00d5e7f8u;
+  const uint32_t first = own.First(octet);
+  const uint32_t second = Iq2Second(octet);
   low = SelectBytes(first, second, selector);
   high = SelectBytes(first, second, selector >> 16);
 }
 // Step i of a unit, 0..3.
-__device__ __forceinline__ void Iq2Step(const LaneTables& own, const uint4& unit, int i,
+template <class Tables>
+__device__ __forceinline__ void Iq2Step(const Tables& own, const uint4& unit, int i,
                                         StepWeights& w) {
   const uint32_t indices = Word(unit, i / 2 * 2);
   const Iq2Signs signs(Word(unit, i / 2 * 2 + 1));
@@ -125,15 +154,16 @@ struct Iq2Scales {
 
 // The interface of ChunkDecoder, for one chunk in shared memory. It leaves the scales of all steps
 // where the first codes of the chunk stood.
+template <class Tables>
 struct Iq2Decoder {
   static constexpr bool kHasMin = false;
   // Of row g: (row g, row g + 8) for each of 4 steps; units 256 bytes apart.
   const std::byte* scales;
-  const LaneTables& tables;
+  const Tables& tables;
   uint4 unit[2];
   float4 now[2];
 
-  __device__ __forceinline__ Iq2Decoder(std::byte* chunk, const LaneTables& own) : tables(own) {
+  __device__ __forceinline__ Iq2Decoder(std::byte* chunk, const Tables& own) : tables(own) {
     const int lane = LaneId();
     unit[0] = Load16(chunk + 16 * lane);
     unit[1] = Load16(chunk + 512 + 16 * lane);
@@ -158,14 +188,14 @@ struct Iq2Decoder {
   }
 };
 
-template <DType kType>
+template <DType kType, class Tables>
 struct ExpertDecoder : ChunkDecoder<kType> {
-  __device__ __forceinline__ ExpertDecoder(std::byte* at, const LaneTables&)
+  __device__ __forceinline__ ExpertDecoder(std::byte* at, const Tables&)
       : ChunkDecoder<kType>(at, nullptr) {}
 };
-template <>
-struct ExpertDecoder<DType::kIQ2_XXS> : Iq2Decoder {
-  using Iq2Decoder::Iq2Decoder;
+template <class Tables>
+struct ExpertDecoder<DType::kIQ2_XXS, Tables> : Iq2Decoder<Tables> {
+  using Iq2Decoder<Tables>::Iq2Decoder;
 };
 
 // x of one group for 256 columns: what a lane needs of each step.
@@ -197,13 +227,13 @@ __device__ __forceinline__ void DotStage(std::byte* stage, const BlockX<kCols>& 
   static_assert(kChunkCols<kType> == kColumnGrain && kTiles <= kRoom);
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    ExpertDecoder<kType> decoder(stage + tile * kChunkBytes<kType>, tables);
+    ExpertDecoder<kType, LaneTables> decoder(stage + tile * kChunkBytes<kType>, tables);
 #pragma unroll
     for (int s = 0; s < 8; ++s) {
       StepWeights w;
       decoder.Step(s, w);
       AddStep<kCols>(w.a, x, s, w.scale[0], w.scale[1], acc[tile]);
-      if constexpr (ExpertDecoder<kType>::kHasMin) {
+      if constexpr (ExpertDecoder<kType, LaneTables>::kHasMin) {
         const uint32_t a[4] = {w.min[0], w.min[1], w.min[0], w.min[1]};
         AddStep<kCols>(a, x, s, -w.min_scale[0], -w.min_scale[1], acc[tile]);
       }

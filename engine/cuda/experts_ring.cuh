@@ -159,10 +159,10 @@ struct HalfDecoder {
 };
 
 // Four steps a unit. OwnScales(u): dw of rows g, g + 8 in step 4u + t, of lane 4g + t.
-template <DType kType>
+template <DType kType, class Tables>
 struct RowDecoder : ChunkDecoder<kType> {
   const std::byte* start;
-  __device__ __forceinline__ RowDecoder(const std::byte* at, const LaneTables&)
+  __device__ __forceinline__ RowDecoder(const std::byte* at, const Tables&)
       : ChunkDecoder<kType>(at, nullptr), start(at) {}
 
   __device__ __forceinline__ float2 OwnScales(int u) const {
@@ -183,15 +183,15 @@ struct RowDecoder : ChunkDecoder<kType> {
   }
 };
 
-template <>
-struct RowDecoder<DType::kIQ2_XXS> {
+template <class Tables>
+struct RowDecoder<DType::kIQ2_XXS, Tables> {
   static constexpr bool kHasMin = false;
   const std::byte* chunk;
-  const LaneTables& tables;
+  const Tables& tables;
   uint4 unit = {};
   Iq2Scales scales;
 
-  __device__ __forceinline__ RowDecoder(const std::byte* at, const LaneTables& own)
+  __device__ __forceinline__ RowDecoder(const std::byte* at, const Tables& own)
       : chunk(at), tables(own), scales(at) {}
   __device__ __forceinline__ void Step(int s, StepWeights& w) {
     if (s % 4 == 0) unit = Load16(chunk + 128 * s + 16 * LaneId());
@@ -313,9 +313,9 @@ __device__ __forceinline__ void SumOverLanes(float (&sum)[kRows][2]) {
 }
 
 // Weight rows g, g + 8 of one slice part for each row of x, in every lane of g. kType: of the part.
-template <DType kType, int kRows, class Ring>
+template <DType kType, int kRows, class Ring, class Tables>
 __device__ __forceinline__ void DotPart(Ring& ring, const RowsX<kRows>& x, int columns,
-                                        const LaneTables& tables, float (&sum)[kRows][2]) {
+                                        const Tables& tables, float (&sum)[kRows][2]) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = 0.0f;
   if constexpr (kType == DType::kQ8_0) {
@@ -332,7 +332,7 @@ __device__ __forceinline__ void DotPart(Ring& ring, const RowsX<kRows>& x, int c
       if (block >= columns) break;
       constexpr bool kTwo = kStages<kType> == 1;
       const std::byte* chunk = ring.Wait() + (kTwo ? block * kChunkBytes<kType> : 0);
-      RowDecoder<kType> decoder(chunk, tables);
+      RowDecoder<kType, Tables> decoder(chunk, tables);
       AddUnits<2>(decoder, x, 2 * block, sum);
       if (!kTwo || block + 1 == columns) ring.Release();
     }
@@ -359,9 +359,9 @@ __device__ __forceinline__ void AddSteps(Decoder& decoder, const BlockX<2>& x, i
 }
 
 // load(i, x): x of the part's block i of 256 columns.
-template <DType kType, class Ring, class LoadX>
+template <DType kType, class Ring, class LoadX, class Tables>
 __device__ __forceinline__ void DotGroup(Ring& ring, const LoadX& load, int columns,
-                                         const LaneTables& tables, float (&total)[4]) {
+                                         const Tables& tables, float (&total)[4]) {
   float sum[4][4];
   Clear(sum);
   if constexpr (kType == DType::kQ8_0) {
@@ -383,7 +383,7 @@ __device__ __forceinline__ void DotGroup(Ring& ring, const LoadX& load, int colu
       BlockX<2> x;
       load(block, x);
       std::byte* chunk = ring.Wait() + (kTwo ? block * kChunkBytes<kType> : 0);
-      ExpertDecoder<kType> decoder(chunk, tables);
+      ExpertDecoder<kType, Tables> decoder(chunk, tables);
       AddSteps<8>(decoder, x, 0, sum);
       if (!kTwo || block + 1 == columns) ring.Release();
     }

@@ -390,15 +390,19 @@ TEST(ExpertsTest, TinyShapes) {
 // More slices of 512 columns than the kernel has warps for, and than it can keep twice.
 TEST(ExpertsTest, LongRows) {
   for (int64_t hidden : {9 * 512 + 256, 21 * 512}) {
-    CheckBoth({.up_type = DType::kQ8_0,
-               .down_type = DType::kQ8_0,
-               .shared_type = DType::kQ8_0,
-               .hidden = hidden,
-               .lanes = 1,
-               .lane_cols = 32,
-               .num_experts = 2,
-               .used = 1},
-              2, Spread::kEven);
+    for (DType type : {DType::kQ8_0, DType::kIQ2_XXS}) {
+      for (int rows : {1, 2, 5}) {
+        CheckBoth({.up_type = type,
+                   .down_type = DType::kQ8_0,
+                   .shared_type = DType::kQ8_0,
+                   .hidden = hidden,
+                   .lanes = 1,
+                   .lane_cols = 32,
+                   .num_experts = 2,
+                   .used = 1},
+                  rows, Spread::kEven);
+      }
+    }
   }
 }
 
