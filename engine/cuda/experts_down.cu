@@ -318,28 +318,34 @@ DownKernel ChooseFast(const DownKernelJob& k, bool one_row) {
 
 template <bool kOneRow>
 void LaunchFast(const LaunchContext& launch, DownKernelJob& k, DownKernel kernel) {
-  const int tile_groups = std::bit_floor(static_cast<unsigned>(kFastWarps / k.lanes));
-  const int warps = k.lanes * tile_groups;
-  k.tiles = tile_groups * kTiles<kOneRow>;
+  const int row_tiles = k.shapes[0].row_tiles;
+  const auto tile_sets = [&] { return (row_tiles + k.tiles - 1) / k.tiles; };
+  // As many warps as a block may have, unless SMs would go without.
+  k.set_bits = std::bit_width(static_cast<unsigned>(kFastWarps / k.lanes)) - 1;
+  for (;; --k.set_bits) {
+    k.tiles = kWidth << k.set_bits;
+    if (k.set_bits == 0 || tile_sets() >= launch.num_sms) break;
+  }
+  const int warps = k.lanes << k.set_bits;
   k.output_bits = std::countr_zero(static_cast<unsigned>(k.tiles * kTileRows));
   const int64_t expert_bytes = k.lanes * k.shapes[0].matrix_bytes;
   CHECK(expert_bytes <= INT32_MAX) << expert_bytes << " bytes of one expert";
   k.expert_bytes = static_cast<int>(expert_bytes);
-  k.ring_bytes = kSlots<kOneRow> * TileSlotOf(k.shapes[0].dtype, kTiles<kOneRow>);
+  const int slot = TileSlotOf(k.shapes[0].dtype, kWidth);
+  k.ring_bytes = kRingRoom<kOneRow> / slot * slot;
   const int list_bytes = kOneRow ? 0 : k.max_groups * int{sizeof(GroupEntry)} + 2 * k.rows * k.used;
   if (kOneRow) k.sum_rows = 1;
   // Where the rings have no room, a block sums fewer rows.
   int shared = 0;
   for (;; k.sum_rows -= kGroupPairs) {
-    k.lists_at = warps * k.sum_rows * kRowSums<kOneRow> * (kOneRow ? 2 : 1) * 4;
+    k.lists_at = warps * k.sum_rows * kRowSums * (kOneRow ? 2 : 1) * 4;
     k.fixed_bytes = (k.lists_at + list_bytes + kRingGrain - 1) / kRingGrain * kRingGrain;
     shared = k.fixed_bytes + warps * k.ring_bytes;
     if (shared <= kMaxSharedBytes || k.sum_rows <= kGroupPairs) break;
   }
   CHECK(shared <= kMaxSharedBytes) << shared << " bytes for the routing of " << k.rows << " rows";
-  const int tile_sets = (k.shapes[0].row_tiles + k.tiles - 1) / k.tiles;
   const int blocks = launch.num_sms * (kOneRow ? BlocksAnSm(shared) : 1);
-  const dim3 grid(std::min(blocks, tile_sets), (k.rows + k.sum_rows - 1) / k.sum_rows);
+  const dim3 grid(std::min(blocks, tile_sets()), (k.rows + k.sum_rows - 1) / k.sum_rows);
   Launch(launch, grid, dim3(warps * kWarpSize), shared, kernel, k);
 }
 

@@ -32,6 +32,7 @@ struct DownKernelJob {
   // Only on the fast path.
   int lists_at;      // shared memory: sums, routing, rings
   int expert_bytes;  // from a lane of an expert to the same of the next
+  int set_bits;      // warp w has lane w >> set_bits, 2^set_bits warps a lane
   int output_bits;   // a block has 2^output_bits outputs
   float* roots;
   int num_subtrees;
@@ -72,65 +73,100 @@ __device__ __forceinline__ void AddSums(const float (&total)[4], const int (&x_r
 }
 
 inline constexpr int kFastWarps = 8;
-// With one row of x a warp's part is short: most of it is asked for before the wait, and there are
-// no more row tiles than warps of all SMs. More rows take two tiles a warp, and all registers.
+inline constexpr int kWidth = 2;  // row tiles of a warp
+// Bytes of a warp's ring. With one row of x a warp's part is short, most of it is asked for before
+// the wait, and a block has to find room beside one of the kernel ahead. More rows need registers
+// and sums that leave room for one block an SM.
 template <bool kOneRow>
-inline constexpr int kTiles = kOneRow ? 1 : 2;
-template <bool kOneRow>
-inline constexpr int kSlots = kOneRow ? 6 : 4;
+inline constexpr int kRingRoom = kOneRow ? 13 * 1088 : 18 * 1024;
+template <DType kType, bool kOneRow>
+inline constexpr int kSlots = kRingRoom<kOneRow> / kTileSlot<kType, kWidth>;
 // Floats between a warp's sums of one row and the next one's.
-template <bool kOneRow>
-inline constexpr int kRowSums = kTiles<kOneRow>* kTileRows + (kOneRow ? 0 : 4);
+inline constexpr int kRowSums = kWidth * kTileRows + 4;
 
 // A group: expert, then the place of its first pair times 16 + its size.
 struct GroupEntry {
   int expert;
   int place;
 };
+// Past L1, which may hold an earlier layer's.
+__device__ __forceinline__ GroupEntry LoadEntry(const Routing& routing, int group) {
+  return {__ldcg(routing.group_expert + group),
+          __ldcg(routing.group_first + group) * 16 + __ldcg(routing.group_size + group)};
+}
 
 // The stages of one warp: for each set of its row tiles the shared expert for each 8 rows, then the
 // groups. Experts: `int operator()(int group)`, the same in all lanes.
-template <DType kType, int kWidth, class Experts>
+template <DType kType, class Experts>
 struct TileSource {
   const DownKernelJob& job;
-  Experts expert;
-  const std::byte* shared;  // of the lane
-  const std::byte* routed;
+  const Experts& expert;
   int shared_stages;
-  int stages;  // of a set of row tiles; read when the shared ones are done
+  int stages;  // of a set of row tiles; not read before the shared ones are done
   int row_tile;
   int stage = 0;
+  const std::byte* shared;  // of the lane and row_tile
+  const std::byte* routed;  // the same of expert 0
 
-  __device__ __forceinline__ bool Next(TilePart& part) {
+  __device__ __forceinline__ TileSource(const DownKernelJob& own_job, const Experts& experts,
+                                        int lane, int first_tile, int num_shared_stages,
+                                        int num_groups)
+      : job(own_job),
+        expert(experts),
+        shared_stages(num_shared_stages),
+        stages(num_shared_stages + num_groups * kUnitStages<kType, kWidth>),
+        row_tile(first_tile),
+        shared(At(job.shapes[1], lane)),
+        routed(At(job.shapes[0], lane)) {}
+
+  template <class Copy>
+  __device__ __forceinline__ bool Next(const Copy& copy) {
     if (row_tile >= job.shapes[0].row_tiles) return false;
-    part.halved = stage < shared_stages;
-    part.half = stage % 2;
-    const int tile_bytes = job.shapes[part.halved ? 1 : 0].tile_bytes;
     // A tile that is not there: the one before stands for it.
-    part.next_tile = row_tile + kWidth <= job.shapes[0].row_tiles ? tile_bytes : 0;
-    part.at = (part.halved ? shared : routed) + int64_t{row_tile} * tile_bytes;
-    if (part.halved) {
+    const bool whole = row_tile + kWidth <= job.shapes[0].row_tiles;
+    if (stage < shared_stages) {
+      Half(copy, shared, whole ? job.shapes[1].tile_bytes : 0);
       ++stage;
       return true;
     }
-    const int group = (stage - shared_stages) / kUnitStages<kType>;
-    part.at += int64_t{expert(group)} * job.expert_bytes;
+    const int group = (stage - shared_stages) / kUnitStages<kType, kWidth>;
+    const std::byte* at = routed + int64_t{expert(group)} * job.expert_bytes;
+    const int next_tile = whole ? job.shapes[0].tile_bytes : 0;
+    if constexpr (kType == DType::kQ8_0) {
+      Half(copy, at, next_tile);
+    } else {
+      copy.Chunk(at, next_tile);
+    }
     if (++stage == stages) {
       stage = 0;
-      row_tile += static_cast<int>(gridDim.x) * job.tiles;
+      const int step = static_cast<int>(gridDim.x) * job.tiles;
+      row_tile += step;
+      shared += int64_t{step} * job.shapes[1].tile_bytes;
+      routed += int64_t{step} * job.shapes[0].tile_bytes;
     }
     return true;
+  }
+
+ private:
+  // The next half of a chunk of Q8_0, tile after tile.
+  template <class Copy>
+  __device__ __forceinline__ void Half(const Copy& copy, const std::byte* at, int next_tile) const {
+    copy.Half(at + stage / 2 % kWidth * next_tile, stage % 2);
+  }
+  __device__ __forceinline__ const std::byte* At(const MatrixShape& w, int lane) const {
+    return w.data + (lane * w.matrix_bytes + int64_t{row_tile} * w.tile_bytes);
   }
 };
 
 // What thread i knows of group i where one row of x has no more than kMaxExpertsUsed of them.
 struct OwnGroup {
-  int expert;
-  int first;
-  int size;
+  GroupEntry entry;
 
   __device__ __forceinline__ int operator()(int group) const {
-    return __shfl_sync(kFullMask, expert, group);
+    return __shfl_sync(kFullMask, entry.expert, group);
+  }
+  __device__ __forceinline__ int Place(int group) const {
+    return __shfl_sync(kFullMask, entry.place, group);
   }
 };
 
@@ -139,25 +175,31 @@ struct OwnGroup {
 template <DType kType, class Ring>
 __device__ __forceinline__ float SumRow(const DownKernelJob& job, Ring& ring, int block,
                                         int num_groups, const OwnGroup& own,
-                                        const RowFinder<kType>& hidden, const LaneTables& tables) {
-  constexpr int kWidth = kTiles<true>;
-  OwnRows<1, 2> x, next;
+                                        const RowFinder<kType>& hidden, const HalvesMask& mask,
+                                        const LaneTables& tables) {
+  OwnRows<1, 2> next;
   float part[kWidth][1][2];
-  RowFinder<DType::kQ8_0>(job.shared_hidden, block).Load({0}, x);
-  hidden.Load({__shfl_sync(kFullMask, own.first, 0)}, next);
-  DotTiles<DType::kQ8_0, kWidth>(ring, x, tables, part);
-  float sum = AddFour(part, 0);
+  float sum;
+  int place = own.Place(0);
+  {
+    OwnRows<1, 2> x;
+    RowFinder<DType::kQ8_0>(job.shared_hidden, block).Load({0}, x);
+    hidden.Load({place / 16}, next);
+    DotTiles<DType::kQ8_0, kWidth>(ring, SpreadX<DType::kQ8_0, 1>(x, mask), tables, part);
+    sum = AddFour(part, 0);
+  }
 #pragma unroll 1
   for (int group = 0; group < num_groups; ++group) {
-    x = next;
-    const int after = min(group + 1, num_groups - 1);
-    hidden.Load({__shfl_sync(kFullMask, own.first, after)}, next);
+    const SpreadX<kType, 1> x(next, mask);
+    const int times = place % 16;
+    place = own.Place(min(group + 1, num_groups - 1));
+    hidden.Load({place / 16}, next);
     DotTiles<kType, kWidth>(ring, x, tables, part);
     const float product = AddFour(part, 0);
+    sum += product;
     // A table of ids may name an expert twice.
-    const int times = __shfl_sync(kFullMask, own.size, group);
 #pragma unroll 1
-    for (int i = 0; i < times; ++i) sum += product;
+    for (int i = 1; i < times; ++i) sum += product;
   }
   return sum;
 }
@@ -191,15 +233,14 @@ struct Lists {
   __device__ __forceinline__ int operator()(int group) const { return groups[group].expert; }
 };
 
-// Copies the routing for rows first_row .. past L1 (see FastDownKernel). All threads call it, and meet
-// before they use the lists.
+// Copies the routing for rows first_row .. past L1 (see FastDownKernel). All threads call it, and
+// meet before they use the lists.
 __device__ __forceinline__ void LoadLists(const DownKernelJob& job, int first_row, int num_rows,
                                           GroupEntry* groups, int16_t* rows) {
   const Routing& routing = job.routing;
   const int threads = static_cast<int>(blockDim.x);
   for (int i = static_cast<int>(threadIdx.x); i < job.max_groups; i += threads) {
-    groups[i] = {__ldcg(routing.group_expert + i),
-                 __ldcg(routing.group_first + i) * 16 + __ldcg(routing.group_size + i)};
+    groups[i] = LoadEntry(routing, i);
   }
   for (int i = static_cast<int>(threadIdx.x); i < job.rows * job.used; i += threads) {
     const int row = __ldcg(routing.pairs + i) / job.used - first_row;
@@ -212,9 +253,8 @@ __device__ __forceinline__ void LoadLists(const DownKernelJob& job, int first_ro
 template <DType kType, class Ring>
 __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, int block,
                                           int first_row, int num_rows, const Lists& lists,
+                                          const RowFinder<kType>& hidden, const HalvesMask& mask,
                                           const LaneTables& tables, float* sums) {
-  constexpr int kWidth = kTiles<false>;
-  constexpr int kStride = kRowSums<false>;
   const int lane = LaneId();
   float total[kWidth][4];
 #pragma unroll 1
@@ -225,10 +265,9 @@ __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, 
     DotTilesGroup<DType::kQ8_0, kWidth>(ring, x, total);
 #pragma unroll
     for (int tile = 0; tile < kWidth; ++tile) {
-      StoreSums<kStride>(total[tile], begin, sums + tile * kTileRows);
+      StoreSums<kRowSums>(total[tile], begin, sums + tile * kTileRows);
     }
   }
-  const RowFinder<kType> hidden(job.hidden, block);
   float* own = sums + lane % 4 * 8 + lane / 4;  // of AddFour's output
   OwnRows<2, 2> next = {};
   BlockX<2> next_many = {};
@@ -248,18 +287,20 @@ __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, 
     const int first = next_place / 16, count = next_place % 16;
     const int following = min(group + 1, lists.num_groups - 1);
     if (count <= 2) {
-      const OwnRows<2, 2> x = next;
       const int row[2] = {lists.rows[first], lists.rows[first + count - 1]};
-      ask(following);
       // Each lane adds to outputs of its own, one row after the other: they may be the same.
       const auto add = [&](float product, int to) {
-        if (to >= 0) own[to * kStride] += product;
+        if (to >= 0) own[to * kRowSums] += product;
       };
       if (count == 1) {
+        const SpreadX<kType, 1> x(next.First(), mask);
+        ask(following);
         float part[kWidth][1][2];
-        DotTiles<kType, kWidth>(ring, x.First(), tables, part);
+        DotTiles<kType, kWidth>(ring, x, tables, part);
         add(AddFour(part, 0), row[0]);
       } else {
+        const SpreadX<kType, 2> x(next, mask);
+        ask(following);
         float part[kWidth][2][2];
         DotTiles<kType, kWidth>(ring, x, tables, part);
         add(AddFour(part, 0), row[0]);
@@ -279,31 +320,31 @@ __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, 
                           __shfl_sync(kFullMask, row, lane % 4 * 2 + 1)};
 #pragma unroll
     for (int tile = 0; tile < kWidth; ++tile) {
-      AddSums<kStride>(total[tile], x_row, twice, sums + tile * kTileRows);
+      AddSums<kRowSums>(total[tile], x_row, twice, sums + tile * kTileRows);
     }
   }
 }
 
 // Subtree roots of the block's row tiles from the sums of its warps, [rows][kRowSums] each. Eight
 // threads add the lanes of one output, neighbours first: the order of the tree.
-template <bool kOneRow>
 __device__ __forceinline__ void StoreRoots(const DownKernelJob& job, int first_tile, int first_row,
                                            int num_rows, const float* sums) {
   static_assert(kFastWarps == 8 && kTileRows == 16);
-  constexpr int kWidth = kTiles<kOneRow>;
-  const int warp_sums = job.sum_rows * kRowSums<kOneRow>;
+  const int warp_sums = job.sum_rows * kRowSums;
   const int own = static_cast<int>(threadIdx.x) % 8;
   const int threads = num_rows * 8 << job.output_bits;
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < threads; i += static_cast<int>(blockDim.x)) {
     const int row = i / 8 >> job.output_bits;
     const int output = i / 8 - (row << job.output_bits);
-    const int tiles = output / (kWidth * kTileRows);  // before the warp's
-    const float* lanes = sums + tiles * job.lanes * warp_sums + row * kRowSums<kOneRow> +
-                         output % (kWidth * kTileRows);
+    constexpr int kOutputs = kWidth * kTileRows;
+    const float* lanes = sums + output / kOutputs * warp_sums + row * kRowSums + output % kOutputs;
     const int to = first_tile * kTileRows + output;
+#pragma unroll 1
     for (int s = 0; s < job.num_subtrees; ++s) {
       const int size = job.subtree_size[s];
-      float value = own < size ? lanes[(job.subtree_begin[s] + own) * warp_sums] : 0.0f;
+      float value =
+          own < size ? lanes[((job.subtree_begin[s] + own) << job.set_bits) * warp_sums] : 0.0f;
 #pragma unroll
       for (int step = 1; step < kFastWarps; step *= 2) {
         const float other = __shfl_xor_sync(kFullMask, value, step);
@@ -322,17 +363,17 @@ __global__ void __launch_bounds__(kFastWarps* kWarpSize, kOneRow ? kBlocksAnSm :
     FastDownKernel(const __grid_constant__ DownKernelJob job) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
-  constexpr int kWidth = kTiles<kOneRow>;
   const LaneTables tables(memory);  // none of the types here looks anything up
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  const int lane = warp % job.lanes;
+  const int lane = warp >> job.set_bits;
   const int first_row = static_cast<int>(blockIdx.y) * job.sum_rows;
   const int num_rows = min(job.sum_rows, job.rows - first_row);
-  const int shared_stages = (num_rows + kGroupPairs - 1) / kGroupPairs * 2;
+  const int shared_stages =
+      (num_rows + kGroupPairs - 1) / kGroupPairs * kUnitStages<DType::kQ8_0, kWidth>;
   const int block = lane * (kColumnGrain / 32);
   int tile = static_cast<int>(blockIdx.x) * job.tiles;
-  const int own_tile = warp / job.lanes * kWidth;
-  // Before the wait: see above. Past L1, which may hold an earlier layer's.
+  const int own_tile = (warp - (lane << job.set_bits)) * kWidth;
+  // Before the wait: see above. Past L1 as well.
   const int num_groups = __ldcg(job.routing.num_groups);
   float* sums = reinterpret_cast<float*>(memory);
 
@@ -340,8 +381,7 @@ __global__ void __launch_bounds__(kFastWarps* kWarpSize, kOneRow ? kBlocksAnSm :
   Experts experts;
   if constexpr (kOneRow) {
     const int group = min(LaneId(), job.max_groups - 1);
-    experts = {__ldcg(job.routing.group_expert + group), __ldcg(job.routing.group_first + group),
-               __ldcg(job.routing.group_size + group)};
+    experts = {LoadEntry(job.routing, group)};
   } else {
     auto* groups = reinterpret_cast<GroupEntry*>(memory + job.lists_at);
     auto* rows = reinterpret_cast<int16_t*>(groups + job.max_groups);
@@ -349,31 +389,30 @@ __global__ void __launch_bounds__(kFastWarps* kWarpSize, kOneRow ? kBlocksAnSm :
     experts = {groups, rows, num_groups};
     __syncthreads();
   }
-  TileRing<kType, kWidth, kSlots<kOneRow>, TileSource<kType, kWidth, Experts>> ring = {
+  TileRing<kType, kWidth, kSlots<kType, kOneRow>, TileSource<kType, Experts>> ring = {
       memory + job.fixed_bytes + warp * job.ring_bytes,
-      {job, experts, job.shapes[1].data + lane * job.shapes[1].matrix_bytes,
-       job.shapes[0].data + lane * job.shapes[0].matrix_bytes, shared_stages,
-       shared_stages + num_groups * kUnitStages<kType>, tile + own_tile}};
+      {job, experts, lane, tile + own_tile, shared_stages, num_groups}};
   ring.Begin();
   ring.EndBegin();
   const RowFinder<kType> hidden(job.hidden, block);
+  const HalvesMask mask;
   GridDependencyWait();
 
-  const int buffer = static_cast<int>(blockDim.x) / kWarpSize * job.sum_rows * kRowSums<kOneRow>;
+  const int buffer = static_cast<int>(blockDim.x) / kWarpSize * job.sum_rows * kRowSums;
   int turn = 0;
   for (; tile < job.shapes[0].row_tiles; tile += static_cast<int>(gridDim.x) * job.tiles) {
-    float* own = sums + turn * buffer + warp * job.sum_rows * kRowSums<kOneRow>;
+    float* own = sums + turn * buffer + warp * job.sum_rows * kRowSums;
     if (tile + own_tile < job.shapes[0].row_tiles) {
       if constexpr (kOneRow) {
-        const float sum = SumRow<kType>(job, ring, block, num_groups, experts, hidden, tables);
-        const int t = LaneId() % 4;
-        if (t < 2 * kWidth) own[8 * t + LaneId() / 4] = sum;
+        const float sum =
+            SumRow<kType>(job, ring, block, num_groups, experts, hidden, mask, tables);
+        own[LaneId() % 4 * 8 + LaneId() / 4] = sum;
       } else {
-        SumGroups<kType>(job, ring, block, first_row, num_rows, experts, tables, own);
+        SumGroups<kType>(job, ring, block, first_row, num_rows, experts, hidden, mask, tables, own);
       }
     }
     __syncthreads();
-    StoreRoots<kOneRow>(job, tile, first_row, num_rows, sums + turn * buffer);
+    StoreRoots(job, tile, first_row, num_rows, sums + turn * buffer);
     if constexpr (kOneRow) {
       turn ^= 1;  // the next sums go to the other buffer
     } else {

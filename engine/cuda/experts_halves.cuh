@@ -18,40 +18,57 @@ namespace ds4::cuda {
 
 // ---- One or two rows of x.
 
+// Where a lane has a share of x to give: all ones or none.
+struct HalvesMask {
+  uint32_t half;     // it lies in the half that the lane's column takes
+  uint32_t step[4];  // ..., and belongs to steps 2i, 2i + 1
+
+  __device__ __forceinline__ HalvesMask() {
+    const int g = LaneId() / 4;
+    half = Kept(g % 2 == LaneId() % 4 / 2 ? 0xffffffffu : 0u);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) step[i] = Kept(g / 2 == i ? half : 0u);
+  }
+};
+
 // One to two rows of x for one chunk of Q2_K. A scale and a minimum belong to 16 columns, half a
 // step. Rows of x stand in columns 2i (first halves of steps 2i, 2i + 1) and 2i + 1 (second
 // halves), so that lane 4g + t is left with the sums of both halves of its steps before they are
 // scaled: codes need no multiplication one by one. Minima only meet the sums of x.
 template <int kRows>
 struct HalvesX {
-  uint64_t q[kRows][8];   // of step s, in the lanes that give columns 2 (s / 2), + 1; else 0
-  int sums[kRows][2];     // of x in both halves of step 2t + u, an int16 each
-  float scale[kRows][2];  // of step 2t + u
+  uint32_t q[kRows][8][2];  // of step s, in the lanes that give columns 2 (s / 2), + 1; else 0
+  int sums[kRows][2];       // of x in both halves of step 2t + u, an int16 each
+  float scale[kRows][2];    // of step 2t + u
 
   // own: of step 2 (g / 2) + u, the row's quarter t; scales of step 2t + u.
-  __device__ __forceinline__ explicit HalvesX(const OwnRows<kRows, 2>& own) {
-    const int g = LaneId() / 4;
-    const bool in_half = g % 2 == LaneId() % 4 / 2;
+  __device__ __forceinline__ HalvesX(const OwnRows<kRows, 2>& own, const HalvesMask& mask) {
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        uint64_t values = own.q[u];
-        if constexpr (kRows == 2) {
-          // The neighbour 4 lanes away has the other row.
-          const uint32_t low = __shfl_xor_sync(kFullMask, static_cast<uint32_t>(values), 4);
-          const uint32_t high = __shfl_xor_sync(kFullMask, static_cast<uint32_t>(values >> 32), 4);
-          if (g % 2 != r) values = uint64_t{high} << 32 | low;
+        uint32_t values[2] = {static_cast<uint32_t>(own.q[u]),
+                              static_cast<uint32_t>(own.q[u] >> 32)};
+        uint32_t halves[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if constexpr (kRows == 2) {
+            // The neighbour 4 lanes away has the other row.
+            const uint32_t other = __shfl_xor_sync(kFullMask, values[i], 4);
+            if (LaneId() / 4 % 2 != r) values[i] = other;
+          }
+          halves[i] = values[i] & mask.half;
         }
-        if (!in_half) values = 0;
         constexpr uint32_t kOnes[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
-        const uint32_t b[2] = {static_cast<uint32_t>(values), static_cast<uint32_t>(values >> 32)};
         int totals[4] = {};
-        MmaS8(totals, kOnes, b);
+        MmaS8(totals, kOnes, halves);
         sums[r][u] = static_cast<int>(__byte_perm(static_cast<uint32_t>(totals[0]),
                                                   static_cast<uint32_t>(totals[1]), 0x5410));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) q[r][2 * i + u] = g / 2 == i ? values : 0;
+        for (int i = 0; i < 4; ++i) {
+          q[r][2 * i + u][0] = values[0] & mask.step[i];
+          q[r][2 * i + u][1] = values[1] & mask.step[i];
+        }
         scale[r][u] = own.scale[u][r];
       }
     }
@@ -113,9 +130,7 @@ __device__ __forceinline__ void DotHalves(const std::byte* chunks, const HalvesX
                                next & 0x30303030u};
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          const uint64_t q = x.q[r][4 * unit + i];
-          const uint32_t b[2] = {static_cast<uint32_t>(q), static_cast<uint32_t>(q >> 32)};
-          MmaS8(products[tile][r][i % 2], a, b);
+          MmaS8(products[tile][r][i % 2], a, x.q[r][4 * unit + i]);
         }
       }
     }

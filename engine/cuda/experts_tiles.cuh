@@ -9,44 +9,39 @@
 
 namespace ds4::cuda {
 
-// ---- Stages: of each tile half a chunk of Q8_0 (its codes, then its scales), or a chunk.
+// ---- Stages: a chunk of each tile, or of Q8_0 half a chunk of one tile (its codes, then its
+// scales).
 
-template <DType kType>
-inline constexpr int kUnitStages = kType == DType::kQ8_0 ? 2 : 1;
-// Bytes of one tile's part of a stage.
-constexpr int TileBytesOf(DType dtype) {
-  return dtype == DType::kQ8_0 ? kHalfCodes + kHalfScales : ChunkBytes(dtype);
-}
 constexpr int TileSlotOf(DType dtype, int tiles) {
-  return tiles * MaxOf(TileBytesOf(dtype), TileBytesOf(DType::kQ8_0));
+  const int half = kHalfCodes + kHalfScales;
+  return dtype == DType::kQ8_0 ? half : MaxOf(half, tiles * ChunkBytes(dtype));
 }
-template <DType kType>
-inline constexpr int kTileBytes = TileBytesOf(kType);
+template <DType kType, int kTiles>
+inline constexpr int kTileSlot = TileSlotOf(kType, kTiles);
+template <DType kType, int kTiles>
+inline constexpr int kUnitStages = kType == DType::kQ8_0 ? 2 * kTiles : 1;
 
-struct TilePart {
-  const std::byte* at = nullptr;  // the first tile's chunk
-  int next_tile = 0;              // bytes from tile to tile
-  bool halved = false;            // half a chunk of Q8_0, not a chunk of the routed type
-  int half = 0;
-};
-
-// A warp's stages in the order of `source`, each in a slot of its own size. Source: `bool
-// Next(TilePart& part)`, false while there is none.
+// A warp's stages in the order of `source`, each in a slot of its own. Source: `bool Next(copy)`
+// begins one copy, copy.Half(..) or copy.Chunk(..), and returns true, or false while there is none.
 template <DType kType, int kTiles, int kSlots, class Source>
 struct TileRing {
-  static constexpr int kSlot = kTiles * MaxOf(kTileBytes<kType>, kTileBytes<DType::kQ8_0>);
+  static constexpr int kSlot = kTileSlot<kType, kTiles>;
   std::byte* ring;  // kSlots * kSlot bytes, private to the warp
   Source source;
-  int slot = 0;   // of the oldest stage
+  int slot = 0;   // of the oldest stage, in bytes
   int begun = 0;  // slots that Begin has filled
 
   // Asks for the first stages as far as the source knows them; may be called again.
   __device__ __forceinline__ void Begin() {
 #pragma unroll 1
-    while (begun < kSlots && Put(ring + begun * kSlot)) ++begun;
+    while (begun < kSlots && source.Next(Copier{ring + begun * kSlot})) {
+      CopyAsyncCommit();
+      ++begun;
+    }
   }
   // Once, after the last Begin: an empty slot counts as a copy.
   __device__ __forceinline__ void EndBegin() {
+#pragma unroll 1
     for (; begun < kSlots; ++begun) CopyAsyncCommit();
   }
   // The oldest stage.
@@ -57,45 +52,48 @@ struct TileRing {
   }
   __device__ __forceinline__ void Release() {
     __syncwarp();
-    if (!Put(ring + slot)) CopyAsyncCommit();
+    source.Next(Copier{ring + slot});
+    CopyAsyncCommit();
     slot = slot == (kSlots - 1) * kSlot ? 0 : slot + kSlot;
   }
 
  private:
-  __device__ __forceinline__ bool Put(std::byte* place) {
-    TilePart part;
-    if (!source.Next(part)) return false;
-    std::byte* to = place + 16 * LaneId();
-    const std::byte* from = part.at + 16 * LaneId();
-    if (kType == DType::kQ8_0 || part.halved) {
-      // In memory both halves' codes come first, then the scales of both.
-      from += part.half * kHalfCodes;
-      const std::byte* scales = from + (2 - part.half) * kHalfCodes + part.half * kHalfScales;
+  // Every lane copies the same number of times, some the last bytes once more: a copy by some lanes
+  // alone is a branch.
+  struct Copier {
+    std::byte* to;
+
+    // Half `half` of a chunk of Q8_0. In memory both halves' codes come first, then the scales of
+    // both.
+    __device__ __forceinline__ void Half(const std::byte* from, int half) const {
+      const int lane = 16 * LaneId();
+      const int scale = 16 * (LaneId() % (kHalfScales / 16));
+      const std::byte* codes = from + (half * kHalfCodes + lane);
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        std::byte* tile_to = to + tile * kTileBytes<DType::kQ8_0>;
-        const int next = tile * part.next_tile;
-#pragma unroll
-        for (int i = 0; i < kHalfCodes; i += 512) CopyAsync16(tile_to + i, from + next + i);
-        CopyAsync16If(LaneId() < kHalfScales / 16, tile_to + kHalfCodes, scales + next);
-      }
-    } else {
-      constexpr int kBytes = kTileBytes<kType>;
+      for (int i = 0; i < kHalfCodes; i += 512) CopyAsync16(to + lane + i, codes + i);
+      CopyAsync16(to + kHalfCodes + scale, from + (2 * kHalfCodes + half * kHalfScales + scale));
+    }
+    // A chunk of kType of each tile, the first at `from`, others next_tile bytes apart.
+    __device__ __forceinline__ void Chunk(const std::byte* from, int next_tile) const {
+      constexpr int kBytes = kChunkBytes<kType>;
       constexpr int kWhole = kBytes / 512 * 512;
+      constexpr int kRest = (kBytes - kWhole) / 16;
+      static_assert(kRest > 0);
+      const int lane = 16 * LaneId();
+      const int rest = kWhole + 16 * min(LaneId(), kRest - 1);
+      const std::byte* first = from + lane;
+      const std::byte* last = from + rest;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         std::byte* tile_to = to + tile * kBytes;
-        const std::byte* tile_from = from + tile * part.next_tile;
 #pragma unroll
-        for (int i = 0; i < kWhole; i += 512) CopyAsync16(tile_to + i, tile_from + i);
-        if constexpr (kWhole < kBytes) {
-          CopyAsync16If(LaneId() < (kBytes - kWhole) / 16, tile_to + kWhole, tile_from + kWhole);
-        }
+        for (int i = 0; i < kWhole; i += 512) CopyAsync16(tile_to + lane + i, first + i);
+        CopyAsync16(tile_to + rest, last);
+        first += next_tile;
+        last += next_tile;
       }
     }
-    CopyAsyncCommit();
-    return true;
-  }
+  };
 };
 
 // ---- x.
@@ -104,72 +102,95 @@ struct TileRing {
 // of 32 columns the row's quarter t, and two scales.
 template <DType kType>
 struct RowFinder {
-  const uint64_t* q;
-  const float* scale;
-  int q_step;  // to the second block
-  int scale_step;
+  const uint64_t* q[2];
+  const float* scale[2];
 
   // block: the first of the lane's 8.
   __device__ __forceinline__ RowFinder(const ActivationView& x, int block) {
     // Q2_K: blocks 2 (g / 2), + 1; scales 2t, + 1. Others: blocks g / 2, + 4; scales t, t + 4.
-    constexpr bool kPairs = kType == DType::kQ2_K;
+    constexpr int kFirst = kType == DType::kQ2_K ? 2 : 1;
+    constexpr int kApart = kType == DType::kQ2_K ? 1 : 4;
     const int tiles = TilesOf(x);
     const int g = LaneId() / 4;
     const int t = LaneId() % 4;
-    q = x.q + ((block + g / 2 * (kPairs ? 2 : 1)) * tiles * 32 + t);
-    scale = x.scale + (block + t * (kPairs ? 2 : 1)) * (8 * tiles);
-    q_step = (kPairs ? 32 : 4 * 32) * tiles;
-    scale_step = (kPairs ? 8 : 4 * 8) * tiles;
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      q[u] = Kept(x.q + ((block + g / 2 * kFirst + u * kApart) * (32 * tiles) + t));
+      scale[u] = Kept(x.scale + (block + t * kFirst + u * kApart) * (8 * tiles));
+    }
   }
   template <int kRows>
   __device__ __forceinline__ void Load(const int (&rows)[kRows], OwnRows<kRows, 2>& to) const {
     // Four words a row, whatever tile it lies in.
-    const uint64_t* own = q + (LaneId() / 4 % 2 == 0 ? rows[0] : rows[kRows - 1]) * 4;
-    to.q[0] = *own;
-    to.q[1] = own[q_step];
+    const int own = (LaneId() / 4 % 2 == 0 ? rows[0] : rows[kRows - 1]) * 4;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float* own_scale = scale + rows[r];
-      to.scale[0][r] = *own_scale;
-      to.scale[1][r] = own_scale[scale_step];
+    for (int u = 0; u < 2; ++u) {
+      to.q[u] = __ldcg(q[u] + own);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) to.scale[u][r] = __ldcg(scale[u] + rows[r]);
     }
   }
 };
 
-// ---- Products of the next unit, routed of kType or shared of Q8_0: kTiles chunks.
+// x as products with kType take it.
+template <DType kType, int kRows>
+struct SpreadX : RowsX<kRows> {
+  __device__ __forceinline__ SpreadX(const OwnRows<kRows, 2>& own, const HalvesMask&)
+      : RowsX<kRows>{} {
+    own.SpreadTo(*this);
+  }
+};
+template <int kRows>
+struct SpreadX<DType::kQ2_K, kRows> : HalvesX<kRows> {
+  using HalvesX<kRows>::HalvesX;
+};
+
+// ---- Products of the next unit, routed of kType or shared of Q8_0: a chunk of each tile.
+
+template <int kRows>
+__device__ __forceinline__ void ClearFew(float (&sum)[kRows][2]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = 0.0f;
+}
+template <int kRows>
+__device__ __forceinline__ void CopyFew(const float (&from)[kRows][2], float (&to)[kRows][2]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    to[r][0] = from[r][0];
+    to[r][1] = from[r][1];
+  }
+}
 
 // With one or two rows. sum[tile][r]: sums t, of lane 4g + t, of weight rows g, g + 8.
 template <DType kType, int kTiles, int kRows, class Ring>
-__device__ __forceinline__ void DotTiles(Ring& ring, const OwnRows<kRows, 2>& own,
+__device__ __forceinline__ void DotTiles(Ring& ring, const SpreadX<kType, kRows>& x,
                                          const LaneTables& tables, float (&sum)[kTiles][kRows][2]) {
-  constexpr int kApart = kTileBytes<kType>;
   if constexpr (kType == DType::kQ2_K) {
-    const HalvesX<kRows> x(own);
-    DotHalves<kTiles, kApart>(ring.Wait(), x, sum);
+    DotHalves<kTiles, kChunkBytes<kType>>(ring.Wait(), x, sum);
     ring.Release();
-  } else {
-    RowsX<kRows> x = {};
-    own.SpreadTo(x);
-#pragma unroll
+  } else if constexpr (kType == DType::kQ8_0) {
+    // One tile's code, for all of them: the code is loaded anew in each layer.
+#pragma unroll 1
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) sum[tile][r][0] = sum[tile][r][1] = 0.0f;
-    }
+      for (int i = 0; i + 1 < kTiles; ++i) CopyFew(sum[i + 1], sum[i]);
+      ClearFew(sum[kTiles - 1]);
 #pragma unroll
-    for (int stage = 0; stage < kUnitStages<kType>; ++stage) {
-      const std::byte* at = ring.Wait();
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        if constexpr (kType == DType::kQ8_0) {
-          HalfDecoder decoder(at + tile * kApart);
-          AddUnits<1>(decoder, x, stage, sum[tile]);
-        } else {
-          RowDecoder<kType> decoder(at + tile * kApart, tables);
-          AddUnits<2>(decoder, x, 0, sum[tile]);
-        }
+      for (int half = 0; half < 2; ++half) {
+        HalfDecoder decoder(ring.Wait());
+        AddUnits<1>(decoder, x, half, sum[kTiles - 1]);
+        ring.Release();
       }
-      ring.Release();
     }
+  } else {
+    const std::byte* at = ring.Wait();
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      ClearFew(sum[tile]);
+      RowDecoder<kType> decoder(at + tile * kChunkBytes<kType>, tables);
+      AddUnits<2>(decoder, x, 0, sum[tile]);
+    }
+    ring.Release();
   }
 }
 
@@ -177,39 +198,45 @@ __device__ __forceinline__ void DotTiles(Ring& ring, const OwnRows<kRows, 2>& ow
 template <DType kType, int kTiles, class Ring>
 __device__ __forceinline__ void DotTilesGroup(Ring& ring, const BlockX<2>& x,
                                               float (&total)[kTiles][4]) {
-  constexpr int kApart = kTileBytes<kType>;
   if constexpr (kType == DType::kQ2_K) {
     const std::byte* at = ring.Wait();
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) DotHalvesGroup(at + tile * kApart, x, total[tile]);
-    ring.Release();
-  } else {
-    float sum[kTiles][4][4];
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) Clear(sum[tile]);
-#pragma unroll
-    for (int stage = 0; stage < kUnitStages<kType>; ++stage) {
-      const std::byte* at = ring.Wait();
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        if constexpr (kType == DType::kQ8_0) {
-          HalfDecoder decoder(at + tile * kApart);
-          AddSteps<4>(decoder, x, 4 * stage, sum[tile]);
-        } else {
-          ChunkDecoder<kType> decoder(at + tile * kApart, nullptr);
-          AddSteps<8>(decoder, x, 0, sum[tile]);
-        }
-      }
-      ring.Release();
-    }
-#pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
+      DotHalvesGroup(at + tile * kChunkBytes<kType>, x, total[tile]);
+    }
+    ring.Release();
+  } else if constexpr (kType == DType::kQ8_0) {
+#pragma unroll 1
+    for (int tile = 0; tile < kTiles; ++tile) {
+      float sum[4][4];
+      Clear(sum);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        HalfDecoder decoder(ring.Wait());
+        AddSteps<4>(decoder, x, 4 * half, sum);
+        ring.Release();
+      }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float(&four)[4][4] = sum[tile];
-        total[tile][j] = (four[0][j] + four[1][j]) + (four[2][j] + four[3][j]);
+#pragma unroll
+        for (int i = 0; i + 1 < kTiles; ++i) total[i][j] = total[i + 1][j];
+        total[kTiles - 1][j] = (sum[0][j] + sum[1][j]) + (sum[2][j] + sum[3][j]);
       }
     }
+  } else {
+    const std::byte* at = ring.Wait();
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      float sum[4][4];
+      Clear(sum);
+      ChunkDecoder<kType> decoder(at + tile * kChunkBytes<kType>, nullptr);
+      AddSteps<8>(decoder, x, 0, sum);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        total[tile][j] = (sum[0][j] + sum[1][j]) + (sum[2][j] + sum[3][j]);
+      }
+    }
+    ring.Release();
   }
 }
 

@@ -294,6 +294,22 @@ __device__ __forceinline__ uint32_t SelectBytes(uint32_t x, uint32_t y, uint32_t
 #endif
 }
 
+// The value, without its history: the compiler leaves it in a register where it would rather work
+// it out again at each use.
+__device__ __forceinline__ uint32_t Kept(uint32_t value) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+template <typename T>
+__device__ __forceinline__ T* Kept(T* pointer) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("" : "+l"(pointer));
+#endif
+  return pointer;
+}
+
 // CopyAsync16 where `wanted`, without a branch.
 #if defined(__CUDACC__)
 __device__ __forceinline__ void CopyAsync16If(bool wanted, void* shared, const void* global) {

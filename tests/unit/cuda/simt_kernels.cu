@@ -74,6 +74,7 @@ __global__ void IntegersKernel(const uint32_t* a, const uint32_t* b, int count, 
   row[10] = static_cast<uint32_t>(__dp2a_lo(signed_a, signed_b, i));
   row[11] = static_cast<uint32_t>(__dp2a_hi(signed_a, signed_b, -i));
   row[12] = __ldcg(a + i);
+  row[13] = *Kept(a + i) + Kept(b[i]);
 }
 
 // The 4-byte word of row `row`, elements from `column` on.

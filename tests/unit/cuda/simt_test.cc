@@ -168,6 +168,7 @@ TEST_F(SimtTest, Integers) {
         static_cast<uint32_t>(-static_cast<int>(i) + Int16(a[i], 0) * Int8(b[i], 2) +
                               Int16(a[i], 1) * Int8(b[i], 3)),
         a[i],
+        a[i] + b[i],
     };
     const std::vector<uint32_t> row(got.begin() + static_cast<ptrdiff_t>(i) * kIntegerResults,
                                     got.begin() + static_cast<ptrdiff_t>(i + 1) * kIntegerResults);
