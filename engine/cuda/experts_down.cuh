@@ -58,6 +58,7 @@ __device__ __forceinline__ void AddSums(const float (&total)[4], const int (&x_r
                                         float* sums) {
   const int lane = LaneId();
   const int turns = twice ? 4 : 1;
+#pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
     if (!twice || lane % 4 == turn) {
 #pragma unroll
@@ -248,80 +249,115 @@ __device__ __forceinline__ void LoadLists(const DownKernelJob& job, int first_ro
   }
 }
 
-// One set of row tiles for the rows of a block: `sums` [rows][kRowSums] of the warp. x is asked for
-// one group ahead.
-template <DType kType, class Ring>
-__device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, int block,
-                                          int first_row, int num_rows, const Lists& lists,
-                                          const RowFinder<kType>& hidden, const HalvesMask& mask,
-                                          const LaneTables& tables, float* sums) {
-  const int lane = LaneId();
-  float total[kWidth][4];
+// What a group needs of x, asked for one group ahead.
+template <DType kType>
+struct NextX {
+  const DownKernelJob& job;
+  const Lists& lists;
+  const RowFinder<kType>& hidden;
+  int block;
+  int first = 0;
+  int count = 0;
+  OwnRows<2, 2> few = {};  // of one row or two
+  BlockX<2> many = {};     // of more
+
+  // The last group again, past the end.
+  __device__ __forceinline__ void Ask(int group) {
+    const int place = lists.groups[min(group, lists.num_groups - 1)].place;
+    first = place / 16;
+    count = place % 16;
+    if (count <= 2) {
+      hidden.Load({first, first + count - 1}, few);
+    } else {
+      LoadTogether(job.hidden, block, first, count, many);
+    }
+  }
+};
+
+// The shared expert's products begin the sums.
+template <class Ring>
+__device__ __forceinline__ void SumShared(const DownKernelJob& job, Ring& ring, int block,
+                                          int first_row, int num_rows, float* sums) {
 #pragma unroll 1
   for (int begin = 0; begin < num_rows; begin += kGroupPairs) {
     BlockX<2> x;
     LoadTogether(job.shared_hidden, block, first_row + begin, min(kGroupPairs, num_rows - begin),
                  x);
+    float total[kWidth][4];
     DotTilesGroup<DType::kQ8_0, kWidth>(ring, x, total);
 #pragma unroll
     for (int tile = 0; tile < kWidth; ++tile) {
       StoreSums<kRowSums>(total[tile], begin, sums + tile * kTileRows);
     }
   }
-  float* own = sums + lane % 4 * 8 + lane / 4;  // of AddFour's output
-  OwnRows<2, 2> next = {};
-  BlockX<2> next_many = {};
-  int next_place = 0;
-  const auto ask = [&](int group) {
-    next_place = lists.groups[group].place;
-    const int first = next_place / 16, count = next_place % 16;
-    if (count <= 2) {
-      hidden.Load({first, first + count - 1}, next);
-    } else {
-      LoadTogether(job.hidden, block, first, count, next_many);
-    }
+}
+
+// Adds a group of one row or two.
+template <DType kType, class Ring>
+__device__ __forceinline__ void AddFew(Ring& ring, NextX<kType>& next, int group,
+                                       const HalvesMask& mask, const LaneTables& tables,
+                                       float* sums) {
+  const OwnRows<2, 2> x = next.few;
+  const int16_t* rows = next.lists.rows + next.first;
+  const bool one = next.count == 1;
+  const int row[2] = {rows[0], rows[one ? 0 : 1]};
+  next.Ask(group + 1);
+  // Each lane adds to outputs of its own, one row after the other: they may be the same.
+  float* own = sums + LaneId() % 4 * 8 + LaneId() / 4;  // of AddFour's output
+  const auto add = [&](float product, int to) {
+    if (to >= 0) own[to * kRowSums] += product;
   };
-  ask(0);
-#pragma unroll 1
-  for (int group = 0; group < lists.num_groups; ++group) {
-    const int first = next_place / 16, count = next_place % 16;
-    const int following = min(group + 1, lists.num_groups - 1);
-    if (count <= 2) {
-      const int row[2] = {lists.rows[first], lists.rows[first + count - 1]};
-      // Each lane adds to outputs of its own, one row after the other: they may be the same.
-      const auto add = [&](float product, int to) {
-        if (to >= 0) own[to * kRowSums] += product;
-      };
-      if (count == 1) {
-        const SpreadX<kType, 1> x(next.First(), mask);
-        ask(following);
-        float part[kWidth][1][2];
-        DotTiles<kType, kWidth>(ring, x, tables, part);
-        add(AddFour(part, 0), row[0]);
-      } else {
-        const SpreadX<kType, 2> x(next, mask);
-        ask(following);
-        float part[kWidth][2][2];
-        DotTiles<kType, kWidth>(ring, x, tables, part);
-        add(AddFour(part, 0), row[0]);
-        add(AddFour(part, 1), row[1]);
-      }
-      continue;
-    }
-    const BlockX<2> x = next_many;
-    const int column = lane % kGroupPairs;
-    const int pair_row = lists.rows[first + min(column, count - 1)];
-    ask(following);
-    DotTilesGroup<kType, kWidth>(ring, x, total);
-    const int row = column < count ? pair_row : -1;
-    const int left = __shfl_sync(kFullMask, row, max(column - 1, 0));
-    const bool twice = __ballot_sync(kFullMask, column > 0 && row >= 0 && left == row) != 0;
-    const int x_row[2] = {__shfl_sync(kFullMask, row, lane % 4 * 2),
-                          __shfl_sync(kFullMask, row, lane % 4 * 2 + 1)};
+  if (one) {
+    float part[kWidth][1][2];
+    DotTiles<kType, kWidth>(ring, SpreadX<kType, 1>(x.First(), mask), tables, part);
+    add(AddFour(part, 0), row[0]);
+  } else {
+    float part[kWidth][2][2];
+    DotTiles<kType, kWidth>(ring, SpreadX<kType, 2>(x, mask), tables, part);
+    add(AddFour(part, 0), row[0]);
+    add(AddFour(part, 1), row[1]);
+  }
+}
+
+// Adds a group of more rows.
+template <DType kType, class Ring>
+__device__ __forceinline__ void AddMany(Ring& ring, NextX<kType>& next, int group, float* sums) {
+  const BlockX<2> x = next.many;
+  const int column = LaneId() % kGroupPairs;
+  const int row = column < next.count ? next.lists.rows[next.first + column] : -1;
+  next.Ask(group + 1);
+  float total[kWidth][4];
+  DotTilesGroup<kType, kWidth>(ring, x, total);
+  const int left = __shfl_sync(kFullMask, row, max(column - 1, 0));
+  const bool twice = __ballot_sync(kFullMask, column > 0 && row >= 0 && left == row) != 0;
+  const int x_row[2] = {__shfl_sync(kFullMask, row, LaneId() % 4 * 2),
+                        __shfl_sync(kFullMask, row, LaneId() % 4 * 2 + 1)};
 #pragma unroll
-    for (int tile = 0; tile < kWidth; ++tile) {
-      AddSums<kRowSums>(total[tile], x_row, twice, sums + tile * kTileRows);
+  for (int tile = 0; tile < kWidth; ++tile) {
+    AddSums<kRowSums>(total[tile], x_row, twice, sums + tile * kTileRows);
+  }
+}
+
+// One set of row tiles for the rows of a block: `sums` [rows][kRowSums] of the warp.
+template <DType kType, class Ring>
+__device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, int block,
+                                          int first_row, int num_rows, const Lists& lists,
+                                          const RowFinder<kType>& hidden, const HalvesMask& mask,
+                                          const LaneTables& tables, float* sums) {
+  NextX<kType> next = {job, lists, hidden, block};
+  next.Ask(0);
+  SumShared(job, ring, block, first_row, num_rows, sums);
+  // A loop in the loop: else each group, however small, would move next.many.
+  int group = 0;
+#pragma unroll 1
+  for (;;) {
+#pragma unroll 1
+    for (; group < lists.num_groups && next.count <= 2; ++group) {
+      AddFew(ring, next, group, mask, tables, sums);
     }
+    if (group == lists.num_groups) break;
+    AddMany(ring, next, group, sums);
+    ++group;
   }
 }
 
