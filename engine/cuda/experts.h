@@ -30,8 +30,9 @@ struct Routing {
   int32_t* pairs = nullptr;         // [rows * used] row * used + k, sorted
   int32_t* pair_place = nullptr;    // [rows * used] place of pair (row, k) in `pairs`
   float* place_weight = nullptr;    // [rows * used] weights by place in `pairs`
+  // Only where logits are routed, LaunchRoute:
   int32_t* expert_first = nullptr;  // [num_experts + 1] first place of each expert in `pairs`
-  int32_t* counts = nullptr;        // [num_experts] used while many rows are placed
+  int32_t* counts = nullptr;        // [num_experts] used while rows are placed
 };
 // Bytes of everything above for max_rows rows, each array 256-byte aligned; and its addresses.
 int64_t RoutingBytes(int64_t max_rows, const RouterParams& params);
@@ -44,6 +45,16 @@ Routing MakeRouting(std::byte* memory, int64_t max_rows, const RouterParams& par
 void LaunchRoute(const LaunchContext& launch, const RouterParams& params, const float* logits,
                  const int32_t* tokens, int rows, const Routing& routing,
                  const SinkhornJob& balance = {});
+
+// The same for few rows, with the logits' product (w: [num_experts, D] of a type that IsRouterType
+// takes, x.f32), in one launch. One result for a row, whatever rows are beside it. scratch: zeros
+// before the first launch on it, and nobody else's.
+inline constexpr int kMaxRouterRows = 64;
+bool IsRouterType(DType dtype);
+int64_t RouterScratchBytes(int64_t max_rows, int64_t num_experts, int64_t cols);
+void LaunchRouter(const LaunchContext& launch, const RouterParams& params, const PackedMatrix& w,
+                  const ActivationView& x, const int32_t* tokens, const Routing& routing,
+                  std::byte* scratch, const SinkhornJob& balance = {});
 
 // hidden = silu(min(g, limit)) * clamp(u, -limit, limit) * router weight, for every pair, in place
 // p = pair_place order, and for the shared expert (weight 1, its own limit). gate, up: [experts]

@@ -198,6 +198,33 @@ __device__ __forceinline__ void LaunchDependents() {
 #endif
 }
 
+// One of `count` arrivals at a counter in global memory: true for the last one, which also sets the
+// counter back to 0. What this thread, and those that it met at a barrier, wrote before comes
+// before what the last one, and those that it meets at a barrier, read after.
+__device__ __forceinline__ bool ArriveLast(uint32_t* counter, uint32_t count) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(counter)), "r"(count - 1)
+               : "memory");
+  return before == count - 1;
+}
+
+// Words that other blocks read or write at the same time: whole, but nothing else ordered by them.
+__device__ __forceinline__ float LoadRelaxedDevice(const float* word) {
+  float value;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];"
+               : "=f"(value)
+               : "l"(__cvta_generic_to_global(word))
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void StoreRelaxedDevice(float* word, float value) {
+  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(__cvta_generic_to_global(word)),
+               "f"(value)
+               : "memory");
+}
+
 // Flags in memory that other devices or the host read or write.
 __device__ __forceinline__ uint32_t LoadAcquireSystem(const uint32_t* flag) {
   uint32_t value;

@@ -138,6 +138,7 @@ void DeviceTransformer::Plan(Workspace& space) {
   router_shape_.used = static_cast<int>(used);
   router_shape_.scale = config_.expert_weights_scale;
   routing_memory_ = space.Take(RoutingBytes(rows, router_shape_));
+  router_scratch_ = space.Take(RouterScratchBytes(few, config_.num_experts, hidden));
 
   int64_t index_bytes = 0, attention_bytes = 0;
   for (const LayerConfig& layer : config_.layers) {
@@ -473,15 +474,19 @@ Status DeviceTransformer::Experts(const Pass& pass, int64_t index, DeviceTrace* 
   const int up_forms = FormFor(pass, w.gate) | FormFor(pass, w.shared_gate);
   LaunchHcPre(launch_, hc(), rows, streams_, partial_, block.ffn_hc, w.norm, mixes_,
               WithForms(x_, rows, up_forms | FormFor(pass, w.router)));
-  Products(pass, {{w.router, &x_, 0, router_logits_, nullptr, 0, 0}});
-
   RouterParams router = router_shape_;
   router.bias = w.bias;
   router.hash_ids = w.hash_ids;
   const Routing routing =
       MakeRouting(routing_memory_, std::max(few_rows_, many_rows_), router_shape_);
-  LaunchRoute(launch_, router, router_logits_, pass.step.token, rows, routing,
-              BalanceOf(hc(), rows, mixes_, mix));
+  const SinkhornJob balance = BalanceOf(hc(), rows, mixes_, mix);
+  if (!pass.many && IsRouterType(w.router.dtype)) {
+    LaunchRouter(launch_, router, w.router, WithForms(x_, rows, kFormF32), pass.step.token, routing,
+                 router_scratch_, balance);
+  } else {
+    Products(pass, {{w.router, &x_, 0, router_logits_, nullptr, 0, 0}});
+    LaunchRoute(launch_, router, router_logits_, pass.step.token, rows, routing, balance);
+  }
 
   ExpertsUp up;
   up.gate = w.gate;

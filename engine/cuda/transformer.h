@@ -22,6 +22,7 @@ namespace ds4::cuda {
 
 // Rows of one pass through the few-row kernels, whose results do not depend on the batch.
 inline constexpr int kMaxFewRows = 64;
+static_assert(kMaxFewRows <= kMaxRouterRows);
 // Positions that rings hold beyond a window and a batch of few rows, so that a session can go back
 // (kv/session_position.h says how far) even after steps that were queued in vain.
 inline constexpr int kRewindSlack = 64;
@@ -158,7 +159,7 @@ class DeviceTransformer {
   std::byte* merged_choice_ = nullptr;  // the group's
   ChoiceMessage chosen_;                // of the last Greedy
   std::byte *greedy_scratch_ = nullptr, *draw_scratch_ = nullptr, *index_scratch_ = nullptr,
-            *attention_scratch_ = nullptr, *routing_memory_ = nullptr;
+            *attention_scratch_ = nullptr, *routing_memory_ = nullptr, *router_scratch_ = nullptr;
   int32_t *picks_ = nullptr, *pick_count_ = nullptr;
   int64_t head_rows_ = 0;
 };

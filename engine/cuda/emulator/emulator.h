@@ -206,6 +206,12 @@ inline int atomicMax(int* address, int value) {
 inline int atomicMin(int* address, int value) {
   return std::exchange(*address, std::min(*address, value));
 }
+inline unsigned atomicInc(unsigned* address, unsigned limit) {
+  return std::exchange(*address, *address >= limit ? 0 : *address + 1);
+}
+inline unsigned atomicOr(unsigned* address, unsigned value) {
+  return std::exchange(*address, *address | value);
+}
 inline unsigned atomicCAS(unsigned* address, unsigned expected, unsigned value) {
   return *address == expected ? std::exchange(*address, value) : *address;
 }
@@ -344,6 +350,11 @@ inline uint32_t LoadEarly4(const void* global) {
 }
 inline void GridDependencyWait() { emulator::MarkDependencyWait(); }
 inline void LaunchDependents() {}
+inline bool ArriveLast(uint32_t* counter, uint32_t count) {
+  return atomicInc(counter, count - 1) == count - 1;
+}
+inline float LoadRelaxedDevice(const float* word) { return *word; }
+inline void StoreRelaxedDevice(float* word, float value) { *word = value; }
 uint32_t LoadAcquireSystem(const uint32_t* flag);
 void StoreReleaseSystem(uint32_t* flag, uint32_t value);
 struct alignas(16) WordPair {

@@ -261,6 +261,26 @@ __global__ void AtomicsKernel(int n, uint32_t* out) {
     const unsigned seen = atomicCAS(out + 4, 0u, 0u);
     won = atomicCAS(out + 4, seen, seen + 1) == seen;
   }
+  atomicInc(out + 5, 99);
+  atomicOr(out + 6 + i / 32, 1u << i % 32);
+}
+
+// Every thread leaves its number, twice; the last block adds all of them up.
+__global__ void ArriveKernel(uint32_t* counter, uint32_t* numbers, float* floats, uint32_t* sum) {
+  LaunchDependents();
+  GridDependencyWait();
+  __shared__ bool last;
+  numbers[GlobalIndex()] = GlobalIndex();
+  StoreRelaxedDevice(floats + GlobalIndex(), static_cast<float>(GlobalIndex()));
+  __syncthreads();
+  if (threadIdx.x == 0) last = ArriveLast(counter, gridDim.x);
+  __syncthreads();
+  if (!last) return;
+  uint32_t own = 0;
+  for (unsigned i = threadIdx.x; i < gridDim.x * blockDim.x; i += blockDim.x) {
+    own += numbers[i] + static_cast<uint32_t>(LoadRelaxedDevice(floats + i));
+  }
+  atomicAdd(sum, own);
 }
 
 __global__ void RehearseKernel(bool rehearse, int* out) {
@@ -362,6 +382,10 @@ void LaunchAtomics(const LaunchContext& launch, int n, uint32_t* out) {
 }
 void LaunchRehearse(const LaunchContext& launch, bool rehearse, int* out) {
   Launch(launch, 2, 32, 0, RehearseKernel, rehearse, out);
+}
+void LaunchArrive(const LaunchContext& launch, int blocks, uint32_t* counter, uint32_t* numbers,
+                  float* floats, uint32_t* sum) {
+  Launch(launch, static_cast<unsigned>(blocks), 64, 0, ArriveKernel, counter, numbers, floats, sum);
 }
 void LaunchStep(const LaunchContext& launch, uint32_t* x, int count) {
   Launch(launch, BlocksFor(count, 64), 64, 0, StepKernel, x, count);

@@ -66,10 +66,15 @@ void LaunchStreamCopy(const LaunchContext& launch, const void* x, int bytes, voi
 // out[linear block][linear thread] = 1000 * linear block + linear thread, over a grid 3 x 2 x 2 of
 // blocks 8 x 4 x 3.
 void LaunchNumberThreads(const LaunchContext& launch, int* out);
-// int, unsigned, float sums of 0..n-1, maximum, count of compare-and-swap wins; out [5] as words.
+// int, unsigned, float sums of 0..n-1, maximum, count of compare-and-swap wins, increments
+// that start again after 99, then a bit for each of 0..n-1; out [6 + n / 32] as words.
 void LaunchAtomics(const LaunchContext& launch, int n, uint32_t* out);
 // out[i], i < 64: how often RehearseAndRun has called when it is the thread's turn.
 void LaunchRehearse(const LaunchContext& launch, bool rehearse, int* out);
+// The last of `blocks` blocks of 64 threads adds the sum of all threads' numbers, as integers and
+// as floats, to *sum. counter: a word, 0; numbers, floats: [blocks * 64].
+void LaunchArrive(const LaunchContext& launch, int blocks, uint32_t* counter, uint32_t* numbers,
+                  float* floats, uint32_t* sum);
 // x[i] = 3 x[i] + 1, i < count.
 void LaunchStep(const LaunchContext& launch, uint32_t* x, int count);
 // Sets flags[0] = 1, waits up to `limit_ms` for flags[1] == 2, then result = data + 1, or 0 when

@@ -334,8 +334,8 @@ TEST_F(SimtTest, ThreadsAndBlocksAreNumberedInThreeDimensions) {
 }
 
 TEST_F(SimtTest, AtomicsLoseNothing) {
-  constexpr int kThreads = 1000;
-  const DeviceBuffer out = Zeros(5 * 4);
+  constexpr int kThreads = 992;
+  const DeviceBuffer out = Zeros((6 + kThreads / 32) * 4);
   LaunchAtomics(launch, kThreads, out.as<uint32_t>());
   const auto got = ToHost<uint32_t>(out);
   constexpr int kSum = kThreads * (kThreads - 1) / 2;  // exact as a float too
@@ -344,6 +344,22 @@ TEST_F(SimtTest, AtomicsLoseNothing) {
   EXPECT_EQ(std::bit_cast<float>(got[2]), static_cast<float>(kSum));
   EXPECT_EQ(static_cast<int32_t>(got[3]), kThreads - 1);
   EXPECT_EQ(got[4], kThreads) << "compare-and-swap let two threads win at once";
+  EXPECT_EQ(got[5], kThreads % 100);
+  for (int i = 0; i < kThreads / 32; ++i) EXPECT_EQ(got[6 + i], 0xffffffffu) << "word " << i;
+}
+
+TEST_F(SimtTest, TheLastToArriveSeesWhatTheOthersWrote) {
+  constexpr uint32_t kThreads = 200 * 64;
+  const DeviceBuffer counter = Zeros(4), sum = Zeros(4);
+  const DeviceBuffer numbers = Zeros(kThreads * 4), floats = Zeros(kThreads * 4);
+  for (uint32_t times = 1; times <= 3; ++times) {
+    LaunchArrive(launch, kThreads / 64, counter.as<uint32_t>(), numbers.as<uint32_t>(),
+                 floats.as<float>(), sum.as<uint32_t>());
+    EXPECT_EQ(ToHost<uint32_t>(sum)[0], times * (kThreads * (kThreads - 1)));
+    EXPECT_EQ(ToHost<uint32_t>(counter)[0], 0u);
+    ASSERT_TRUE(stream.Fill(numbers.data(), 0, numbers.size()).ok());
+    ASSERT_TRUE(stream.Fill(floats.data(), 0, floats.size()).ok());
+  }
 }
 
 // A kernel and a thread of the host talk through pinned memory while the kernel runs.
