@@ -569,6 +569,13 @@ void LaunchJobs(const LaunchContext& launch, ProductParams& params) {
   }
 }
 
+void LaunchGeneral(const LaunchContext& launch, std::span<const ProductJob> jobs) {
+  ProductParams params = {};
+  params.num_jobs = static_cast<int>(jobs.size());
+  for (size_t i = 0; i < jobs.size(); ++i) params.jobs[i] = MakeJob(jobs[i]);
+  LaunchJobs(launch, params);
+}
+
 }  // namespace
 
 void LaunchProducts(const LaunchContext& launch, std::span<const ProductJob> jobs) {
@@ -577,20 +584,18 @@ void LaunchProducts(const LaunchContext& launch, std::span<const ProductJob> job
     CheckJob(job);
     CHECK(job.x.rows == jobs[0].x.rows) << job.x.rows << " and " << jobs[0].x.rows;
   }
-  // Batches have a kernel for Q8_0 alone.
+  if (LaunchFewRowProducts(launch, jobs, {})) return;
+  // Batches have kernels for Q8_0 alone, and for float types alone.
   std::vector<ProductJob> sorted(jobs.begin(), jobs.end());
-  const auto others =
-      std::stable_partition(sorted.begin(), sorted.end(),
-                            [](const ProductJob& job) { return job.w.dtype == DType::kQ8_0; });
-  std::span<const ProductJob> left = sorted;
-  if (others != sorted.begin() && LaunchBatchProducts(launch, {sorted.begin(), others}, {})) {
-    left = {others, sorted.end()};
+  const auto is_q8 = [](const ProductJob& job) { return job.w.dtype == DType::kQ8_0; };
+  const auto is_float = [](const ProductJob& job) { return IsFloatType(job.w.dtype); };
+  const auto floats = std::stable_partition(sorted.begin(), sorted.end(), is_q8);
+  const auto others = std::stable_partition(floats, sorted.end(), is_float);
+  for (const std::span<const ProductJob> same :
+       {std::span(sorted.begin(), floats), std::span(floats, others),
+        std::span(others, sorted.end())}) {
+    if (!same.empty() && !LaunchBatchProducts(launch, same, {})) LaunchGeneral(launch, same);
   }
-  if (left.empty() || LaunchFewRowProducts(launch, left, {})) return;
-  ProductParams params = {};
-  params.num_jobs = static_cast<int>(left.size());
-  for (size_t i = 0; i < left.size(); ++i) params.jobs[i] = MakeJob(left[i]);
-  LaunchJobs(launch, params);
 }
 
 void LaunchLaneProduct(const LaunchContext& launch, const PackedMatrix& w, const ActivationView& x,
@@ -618,8 +623,8 @@ void LaunchLaneProduct(const LaunchContext& launch, const PackedMatrix& w, const
   params.jobs[0] = MakeJob(job);
   params.jobs[0].lanes = lanes;
   params.jobs[0].lane_x_cols = w.padded_cols();
-  if (LaunchBatchProducts(launch, {&job, 1}, params.lanes)) return;
-  if (!LaunchFewRowProducts(launch, {&job, 1}, params.lanes)) LaunchJobs(launch, params);
+  if (LaunchFewRowProducts(launch, {&job, 1}, params.lanes)) return;
+  if (!LaunchBatchProducts(launch, {&job, 1}, params.lanes)) LaunchJobs(launch, params);
 }
 
 void LaunchProductPlain(const LaunchContext& launch, const ProductJob& job) {

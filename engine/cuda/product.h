@@ -1,5 +1,5 @@
 // y = w x for few rows: decode, verification, small batches. Every weight byte is read once for up
-// to 64 rows of x (Q8_0), 32 (other types), 16 (F16, BF16, F32 among more than 32).
+// to 64 rows of x (Q8_0, F16, BF16, F32), or 32 (other types).
 //
 // The additions for one (x row, w row) are the same whatever else runs beside them, for any number
 // of rows: columns in slices of 512 (kSliceCols; the last may be shorter); inside a slice, steps of

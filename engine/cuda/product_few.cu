@@ -1,11 +1,11 @@
-// Products for few rows of x, the heart of decoding. One block an SM owns a contiguous range
-// of row tiles (of all jobs, one after the other) and goes over it in rounds. The (row tile, slice)
-// pairs of a round are its items; warp i takes items i, i + 8, ... so that it keeps its slice, and
-// with it x in registers, wherever 8 slices make a row tile or divide 8. Its weights come through a
-// ring that never drains, not even between jobs. A round's sums meet in shared memory: one barrier,
-// then the block adds slices in rising order (product.h) and writes the results. With few rows two
-// blocks live on an SM and leave a corner of it free (kThreadsOfRegisters, kRoundFloats), in which
-// a small kernel behind this one starts and reads what it needs meanwhile.
+// Products for up to 8 rows of x, the heart of decoding. A block owns a contiguous range of row
+// tiles (of all jobs, one after the other) and goes over it in rounds. The (row tile, slice) pairs
+// of a round are its items; warp i takes items i, i + 8, ... so that it keeps its slice, and with
+// it x in registers, wherever 8 slices make a row tile or divide 8. Its weights come through a ring
+// that never drains, not even between jobs. A round's sums meet in shared memory: one barrier, then
+// the block adds slices in rising order (product.h) and writes the results. Two blocks live on an
+// SM and leave a corner of it free (kThreadsOfRegisters, kRoundFloats), in which a small kernel
+// behind this one starts and reads what it needs meanwhile.
 #include <algorithm>
 
 #include "engine/base/check.h"
@@ -23,7 +23,7 @@ constexpr int kThreads = 32 * kWarps;
 // Launch bounds for the registers of so many threads, in blocks of kThreads: what two blocks then
 // leave of an SM's 65,536 is enough for a block of 128 threads with 96 registers each.
 constexpr int kThreadsOfRegisters = kThreads + 64;
-constexpr int kMaxXRows = 32;
+constexpr int kMaxXRows = 8;
 constexpr int kMaxBlocks = 288;
 constexpr int kMaxSegments = 128;  // slices of a row tile, over all lanes
 
@@ -454,11 +454,11 @@ __device__ __forceinline__ void DotChunkRows(const std::byte* chunk, const Conti
   }
 }
 
-template <DType kType, int kTiles, int kRows>
+template <DType kType, int kRows>
 __device__ __forceinline__ void DotFloats(Ring& ring, const ActivationView& x, int col, int chunks,
-                                          float (&acc)[kTiles][4]) {
+                                          float (&acc)[1][4]) {
+  float part[kRows][2] = {};
   if constexpr (kRows == 1) {
-    float part[1][2] = {};
     const float* at = x.f32 + col;
     XFloats<kType> columns;
     columns.Load(at);
@@ -469,61 +469,44 @@ __device__ __forceinline__ void DotFloats(Ring& ring, const ActivationView& x, i
       if (c + 1 < chunks) columns.Load(at);
       ring.Release();
     }
-    AddLaneParts<kTiles, 1>(part, acc);
   } else {
-    float part[kTiles][kRows][2] = {};
+    const ContiguousX<1> rows(x, 0);
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c) {
-      const std::byte* chunk = ring.Wait();
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        if (8 * n >= x.rows) break;
-        const ContiguousX<1> rows(x, 8 * n);
-        DotChunkRows<kType, kRows>(chunk, rows, col + c * kChunkCols<kType>, part[n]);
-      }
+      DotChunkRows<kType, kRows>(ring.Wait(), rows, col + c * kChunkCols<kType>, part);
       ring.Release();
     }
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      float tile[1][4];
-      AddLaneParts<1, kRows>(part[n], tile);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) acc[n][i] = tile[0][i];
-    }
   }
+  AddLaneParts<1, kRows>(part, acc);
 }
 
-template <int kTiles, int kRows>
+template <int kRows>
 __device__ __forceinline__ void DotMixed(const FewJob& job, const Segment& segment, Ring& ring,
-                                         float (&acc)[kTiles][4]) {
+                                         float (&acc)[1][4]) {
   const int col = segment.XCol(job);
   switch (job.dtype) {
     case DType::kF16:
-      return DotFloats<DType::kF16, kTiles, kRows>(ring, job.x, col, segment.chunks, acc);
+      return DotFloats<DType::kF16, kRows>(ring, job.x, col, segment.chunks, acc);
     case DType::kBF16:
-      return DotFloats<DType::kBF16, kTiles, kRows>(ring, job.x, col, segment.chunks, acc);
+      return DotFloats<DType::kBF16, kRows>(ring, job.x, col, segment.chunks, acc);
     case DType::kF32:
-      return DotFloats<DType::kF32, kTiles, kRows>(ring, job.x, col, segment.chunks, acc);
-    default:  // with more rows, these have a kernel of their own
-      if constexpr (kTiles == 1) DotQuantisedOnce<kRows>(ring, job.x, col, segment.chunks, acc[0]);
+      return DotFloats<DType::kF32, kRows>(ring, job.x, col, segment.chunks, acc);
+    default:
+      return DotQuantisedOnce<kRows>(ring, job.x, col, segment.chunks, acc[0]);
   }
 }
 
 // ---- A round's sums: [item][x row][row of the tile].
 
-template <int kTiles>
-__device__ __forceinline__ void StoreSums(const FewParams& params, const float (&acc)[kTiles][4],
+__device__ __forceinline__ void StoreSums(const FewParams& params, const float (&acc)[4],
                                           float* sums) {
   const int g = LaneId() / 4;
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int x_row = 8 * n + LaneId() % 4 * 2 + i;
-      if (x_row >= params.x_rows) continue;
-      sums[x_row * kTileRows + g] = acc[n][i];
-      sums[x_row * kTileRows + g + 8] = acc[n][2 + i];
-    }
+  for (int i = 0; i < 2; ++i) {
+    const int x_row = LaneId() % 4 * 2 + i;
+    if (x_row >= params.x_rows) continue;
+    sums[x_row * kTileRows + g] = acc[i];
+    sums[x_row * kTileRows + g + 8] = acc[2 + i];
   }
 }
 
@@ -598,15 +581,13 @@ __device__ __forceinline__ void FinishRound(const FewParams& params, const FewJo
   }
 }
 
-// kTiles: of x. kRows: of a tile that are computed; quantised weights: 1 or all. kFloats: there may
-// be other weights than Q8_0.
-template <int kTiles, int kRows, bool kFloats>
-inline constexpr bool kLeavesRoom = kTiles == 1 && (kRows < 8 || !kFloats);
+// kRows: of x, that are computed; quantised weights: 1 or all 8. kFloats: there may be other
+// weights than Q8_0.
+template <int kRows, bool kFloats>
+inline constexpr bool kLeavesRoom = kRows < 8 || !kFloats;
 
-template <int kTiles, int kRows, bool kFloats>
-__global__ void __launch_bounds__(kLeavesRoom<kTiles, kRows, kFloats> ? kThreadsOfRegisters
-                                                                      : kThreads,
-                                  kTiles == 1 ? 2 : 1)
+template <int kRows, bool kFloats>
+__global__ void __launch_bounds__(kLeavesRoom<kRows, kFloats> ? kThreadsOfRegisters : kThreads, 2)
     FewRowsKernel(const __grid_constant__ FewParams params) {
   DS4_DYNAMIC_SHARED(memory);
   LaunchDependents();
@@ -627,14 +608,14 @@ __global__ void __launch_bounds__(kLeavesRoom<kTiles, kRows, kFloats> ? kThreads
 #pragma unroll 1
     for (int item = warp; item < round.items; item += kWarps) {
       const Segment segment(job, item);
-      float acc[kTiles][4] = {};
+      float acc[1][4] = {};
       if constexpr (kFloats) {
-        DotMixed<kTiles, kRows>(job, segment, ring, acc);
+        DotMixed<kRows>(job, segment, ring, acc);
       } else {
         x.Load(job.x, segment.XCol(job), segment.chunks, round.job);
         DotQuantised(ring, x, segment.chunks, acc[0]);
       }
-      StoreSums<kTiles>(params, acc, sums + (item * kTileRows << params.x_shift));
+      StoreSums(params, acc[0], sums + (item * kTileRows << params.x_shift));
     }
     __syncthreads();
     FinishRound(params, job, round, sums);
@@ -650,9 +631,7 @@ __global__ void __launch_bounds__(kLeavesRoom<kTiles, kRows, kFloats> ? kThreads
 
 // ---- Host side.
 
-bool IsFewRowsType(DType dtype, int x_rows) {
-  return IsFloatType(dtype) || (dtype == DType::kQ8_0 && x_rows <= 8);
-}
+bool IsFewRowsType(DType dtype) { return dtype == DType::kQ8_0 || IsFloatType(dtype); }
 
 FewJob MakeFewJob(const ProductJob& job, int lanes) {
   FewJob few = {};
@@ -720,7 +699,7 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
   const int round_floats = std::max(kRoundFloats, kWarps * item_floats);
   params.round_floats = round_floats;
   for (int i = 0; i < params.num_jobs; ++i) {
-    if (!IsFewRowsType(jobs[i].w.dtype, params.x_rows)) return false;
+    if (!IsFewRowsType(jobs[i].w.dtype)) return false;
     floats = floats || IsFloatType(jobs[i].w.dtype);
     const int64_t slices = (jobs[i].w.padded_cols() + kSliceCols - 1) / kSliceCols;
     if (slices * roots.lanes > kMaxSegments) return false;
@@ -735,11 +714,10 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
   }
   if (units > UINT16_MAX) return false;
   params.num_buffers = params.round_floats <= kMaxTwoBufferFloats ? 2 : 1;
-  // Two blocks live on an SM where the kernel is made for it (see its launch bounds): the second
-  // hides the first one's latencies, and a block that ends makes room for the next kernel's.
-  const bool half = params.x_rows <= 8;
-  const int blocks = static_cast<int>(
-      std::min<int64_t>(units, std::clamp((half ? 2 : 1) * launch.num_sms, 1, kMaxBlocks)));
+  // Two blocks live on an SM: the second hides the first one's latencies, and a block that ends
+  // makes room for the next kernel's.
+  const int blocks =
+      static_cast<int>(std::min<int64_t>(units, std::clamp(2 * launch.num_sms, 1, kMaxBlocks)));
   CutRanges(params, blocks);
 
   const dim3 grid(static_cast<unsigned>(blocks));
@@ -749,16 +727,12 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
   const auto launch_kernel = [&](auto kernel) {
     Launch(launch, grid, dim3(kThreads), shared, kernel, params);
   };
-  if (params.x_rows > 16) {
-    launch_kernel(FewRowsKernel<4, 8, true>);
-  } else if (params.x_rows > 8) {
-    launch_kernel(FewRowsKernel<2, 8, true>);
-  } else if (params.x_rows > 4) {
-    launch_kernel(floats ? FewRowsKernel<1, 8, true> : FewRowsKernel<1, 8, false>);
+  if (params.x_rows > 4) {
+    launch_kernel(floats ? FewRowsKernel<8, true> : FewRowsKernel<8, false>);
   } else if (params.x_rows > 1) {
-    launch_kernel(floats ? FewRowsKernel<1, 4, true> : FewRowsKernel<1, 8, false>);
+    launch_kernel(floats ? FewRowsKernel<4, true> : FewRowsKernel<8, false>);
   } else {
-    launch_kernel(floats ? FewRowsKernel<1, 1, true> : FewRowsKernel<1, 1, false>);
+    launch_kernel(floats ? FewRowsKernel<1, true> : FewRowsKernel<1, false>);
   }
   return true;
 }

@@ -1,6 +1,6 @@
-// The fast kernels behind product.h for up to 8 rows of x and weights in Q8_0, F16, BF16 or F32,
-// and up to 32 rows where all weights are F16, BF16 or F32: the same additions as in the general
-// kernel, with nothing but these types in the code. Internal to product.cu.
+// The fast kernels behind product.h for up to 8 rows of x and weights in Q8_0, F16, BF16 or F32:
+// the same additions as in the general kernel, with nothing but these types in the code. Internal
+// to product.cu.
 #pragma once
 
 #include <cstdint>

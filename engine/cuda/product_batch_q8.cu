@@ -1,0 +1,302 @@
+// Products of Q8_0 weights with 9 to 64 rows of x (product_batch.cuh). An item of a warp is a (row
+// tile, segment), with all rows of x: they meet the weights of a step while these are in registers.
+#include <algorithm>
+#include <bit>
+
+#include "engine/cuda/product_batch.cuh"
+
+namespace ds4::cuda {
+namespace {
+
+constexpr int kChunkSteps = kChunkCols<DType::kQ8_0> / 32;
+constexpr int kMaxParallel = 8;
+constexpr int kMaxTileShift = 3;
+constexpr int kMaxSteps = 4;           // scales of weights lie together for four steps
+constexpr int kMaxXBytes = 36 * 1024;  // of a stage
+
+// Weights of an item in a stage: the steps' values, then the scales of the four steps that they
+// belong to.
+constexpr int kStepBytes = 512;
+constexpr int kScaleBytes = 128;
+// x of one step for a tile of 8 rows, in a stage: all tiles' values, then all tiles' scales.
+constexpr int kXTileBytes = 256;
+constexpr int kXScaleBytes = 32;
+
+// What a warp multiplies in a wave: one row tile, one segment.
+struct Item {
+  int tile;      // of the pass
+  int parallel;  // the segment is the wave's
+  Segment segment;
+
+  __device__ __forceinline__ Item(const BatchParams& params, const Cursor& at)
+      : tile(WarpId() & ((1 << params.tile_shift) - 1)),
+        parallel(WarpId() >> params.tile_shift),
+        segment(params, at, parallel) {
+    const bool idle = parallel >= 1 << params.parallel_shift ||
+                      at.FirstTile(params) + tile >= params.jobs[at.job].tiles;
+    if (idle) segment.steps = 0;
+  }
+};
+
+template <int kTiles>
+inline constexpr int kXStepBytes = kTiles*(kXTileBytes + kXScaleBytes);
+
+// Sends for the stages of a block, in order. What stays the same for a wave is worked out once.
+template <int kTiles>
+struct Sender {
+  static constexpr int kXSteps = kMaxParallel * kMaxSteps / kBatchWarps;  // a warp's, of a stage
+
+  Cursor at;
+  int steps;                 // of the warp's weights
+  const std::byte* weights;  // the segment's, this lane's of the first step
+  int x_steps[kXSteps];      // of the segment whose x the warp sends for; 0: of none
+  int x_from[kXSteps];       // tiles of x before the wave's first
+
+  __device__ __forceinline__ explicit Sender(const BatchParams& params) : at(params) {
+    StartWave(params);
+  }
+  __device__ __forceinline__ bool AtEnd(const BatchParams& params) const {
+    return at.AtEnd(params);
+  }
+  __device__ __forceinline__ void Next(const BatchParams& params) {
+    at.Next(params);
+    if (at.step == 0) StartWave(params);
+  }
+
+  // own: the warp's part of the stage.
+  __device__ __forceinline__ void SendWeights(const BatchParams& params, std::byte* own) const {
+    if (at.step >= steps) return;
+    const std::byte* chunk = weights + at.step / kChunkSteps * kChunkBytes<DType::kQ8_0>;
+    const std::byte* from = chunk + at.step % kChunkSteps * kStepBytes;
+    std::byte* to = own + 16 * LaneId();
+    CopyAsync16(to, from);
+    CopyAsync16(to + kStepBytes, from + kStepBytes);
+    if (params.step_shift == 2) {
+      CopyAsync16(to + 2 * kStepBytes, from + 2 * kStepBytes);
+      CopyAsync16(to + 3 * kStepBytes, from + 3 * kStepBytes);
+    }
+    const std::byte* scales =
+        chunk + kChunkSteps * kStepBytes + at.step % kChunkSteps / 4 * kScaleBytes;
+    CopyAsync16If(LaneId() < kScaleBytes / 16, to + (kStepBytes << params.step_shift), scales);
+  }
+  // x: of the stage; [segment][step].
+  __device__ __forceinline__ void SendX(const BatchParams& params, std::byte* x) const {
+    const ActivationView& view = params.jobs[at.job].x;
+    const int tiles = TilesOf(view);
+#pragma unroll
+    for (int i = 0; i < kXSteps; ++i) {
+      if (at.step >= x_steps[i]) continue;
+      const int64_t first = x_from[i] + at.step * tiles;
+      const std::byte* q = reinterpret_cast<const std::byte*>(view.q) + first * kXTileBytes;
+      const std::byte* scales =
+          reinterpret_cast<const std::byte*>(view.scale) + first * kXScaleBytes;
+      std::byte* to = x + (WarpId() + i * kBatchWarps) * kXStepBytes<kTiles> + 16 * LaneId();
+#pragma unroll
+      for (int n = 0; n < kTiles; n += 2) {
+        CopyAsync16If(16 * n + LaneId() < 16 * tiles, to + kXTileBytes * n,
+                      q + kXTileBytes * n + 16 * LaneId());
+      }
+      CopyAsync16If(LaneId() < 2 * tiles, to + kTiles * kXTileBytes, scales + 16 * LaneId());
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void StartWave(const BatchParams& params) {
+    if (AtEnd(params)) return;
+    const BatchJob& job = params.jobs[at.job];
+    const Item item(params, at);
+    steps = item.segment.steps;
+    weights =
+        job.w + (at.FirstTile(params) + item.tile) * job.tile_bytes +
+        item.segment.lane * job.matrix_bytes +
+        item.segment.slice * (kSliceChunks<DType::kQ8_0> * kChunkBytes<DType::kQ8_0>)+16 * LaneId();
+    const int tiles = TilesOf(job.x);
+#pragma unroll
+    for (int i = 0; i < kXSteps; ++i) {
+      const int place = WarpId() + i * kBatchWarps;
+      const int parallel = place >> params.step_shift;
+      const Segment segment(params, at, parallel);
+      x_steps[i] = parallel < 1 << params.parallel_shift ? segment.steps : 0;
+      x_from[i] = (job.x_step + segment.lane * job.lane_steps + segment.slice * kSliceSteps +
+                   (place & ((1 << params.step_shift) - 1))) *
+                  tiles;
+    }
+  }
+};
+
+// acc += two steps. scales: of the weights, rows g, g + 8 of each step.
+template <int kTiles>
+__device__ __forceinline__ void DotTwoSteps(const std::byte* weights, uint2 scales,
+                                            const std::byte* x, float (&acc)[kTiles][4]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint4 w = Load16(weights + i * kStepBytes + 16 * LaneId());
+    const uint32_t a[4] = {w.x, w.y, w.z, w.w};
+    const float2 dw = Half2ToFloat2(i == 0 ? scales.x : scales.y);
+    const std::byte* values = x + i * kXStepBytes<kTiles> + 8 * LaneId();
+    const std::byte* x_scales =
+        x + i * kXStepBytes<kTiles> + kTiles * kXTileBytes + 8 * (LaneId() % 4);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const uint2 q = *reinterpret_cast<const uint2*>(values + n * kXTileBytes);
+      const float2 dx = *reinterpret_cast<const float2*>(x_scales + n * kXScaleBytes);
+      const uint32_t b[2] = {q.x, q.y};
+      int sum[4] = {0, 0, 0, 0};
+      MmaS8(sum, a, b);
+      acc[n][0] = fmaf(dw.x * dx.x, static_cast<float>(sum[0]), acc[n][0]);
+      acc[n][1] = fmaf(dw.x * dx.y, static_cast<float>(sum[1]), acc[n][1]);
+      acc[n][2] = fmaf(dw.y * dx.x, static_cast<float>(sum[2]), acc[n][2]);
+      acc[n][3] = fmaf(dw.y * dx.y, static_cast<float>(sum[3]), acc[n][3]);
+    }
+  }
+}
+
+template <int kTiles>
+__device__ __forceinline__ void DotStage(const BatchParams& params, const Item& item,
+                                         int first_step, const std::byte* own, const std::byte* x,
+                                         float (&acc)[kTiles][4]) {
+  if (first_step >= item.segment.steps) return;
+  const int steps = 1 << params.step_shift;
+  x += (item.parallel << params.step_shift) * kXStepBytes<kTiles>;
+  const std::byte* scales =
+      own + (kStepBytes << params.step_shift) + 16 * (LaneId() / 4) + 4 * (first_step % 4);
+#pragma unroll 1
+  for (int step = 0; step < steps; step += 2) {
+    DotTwoSteps<kTiles>(own + step * kStepBytes, *reinterpret_cast<const uint2*>(scales + 4 * step),
+                        x + step * kXStepBytes<kTiles>, acc);
+  }
+}
+
+// kTiles: of x, at least as many as there are.
+template <int kTiles>
+__global__ void __launch_bounds__(kBatchThreads, 1)
+    QuantisedBatchKernel(const __grid_constant__ BatchParams params) {
+  DS4_DYNAMIC_SHARED(memory);
+  LaunchDependents();
+  const int warp = WarpId();
+  const int item_bytes = (kStepBytes << params.step_shift) + kScaleBytes;
+  const int ahead = params.num_stages - 1;
+  std::byte* const end = memory + params.num_stages * params.stage_bytes;
+  float4* totals = reinterpret_cast<float4*>(end);
+  Sender<kTiles> sender(params);
+
+  {
+    Sender<kTiles> first = sender;
+#pragma unroll 1
+    for (int i = 0; i < ahead && !first.AtEnd(params); ++i) {
+      first.SendWeights(params, memory + i * params.stage_bytes + warp * item_bytes);
+      first.Next(params);
+    }
+  }
+  GridDependencyWait();
+  std::byte* stage = memory;
+#pragma unroll 1
+  for (int i = 0; i < ahead; ++i) {
+    if (!sender.AtEnd(params)) {
+      sender.SendX(params, stage + kBatchWarps * item_bytes);
+      sender.Next(params);
+    }
+    CopyAsyncCommit();
+    stage += params.stage_bytes;
+  }
+  std::byte* free = stage;
+  stage = memory;
+
+  float acc[kTiles][4] = {};
+  Cursor at(params);
+#pragma unroll 1
+  while (!at.AtEnd(params)) {
+    const Item item(params, at);
+#pragma unroll 1
+    while (true) {
+      WaitForStage(params);
+      __syncthreads();  // all copies are there, and nobody reads the free stage any more
+      if (!sender.AtEnd(params)) {
+        sender.SendWeights(params, free + warp * item_bytes);
+        sender.SendX(params, free + kBatchWarps * item_bytes);
+        sender.Next(params);
+      }
+      CopyAsyncCommit();
+      DotStage<kTiles>(params, item, at.step, stage + warp * item_bytes,
+                       stage + kBatchWarps * item_bytes, acc);
+      free = stage;
+      stage = stage + params.stage_bytes == end ? memory : stage + params.stage_bytes;
+      if (at.EndsWave(params)) break;
+      at.Next(params);
+    }
+    AddInTurn(params, at, item.parallel, item.segment, [&] {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        AddToTotal(params, item.segment, item.tile, n,
+                   make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]), totals);
+      }
+    });
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[n][i] = 0.0f;
+    }
+    if (at.IsLastWave(params)) StoreTotals(params, at, totals);
+    at.Next(params);
+  }
+}
+
+// ---- Host side.
+
+bool Cut(BatchParams& params, int x_tiles, int tile_shift) {
+  const int segments = CutPasses(params, tile_shift);
+  const int parallel = std::min({segments, kMaxParallel, kBatchWarps >> tile_shift});
+  params.parallel_shift = std::bit_width(static_cast<unsigned>(parallel - 1));
+  const int x_bytes = x_tiles * (kXTileBytes + kXScaleBytes) << params.parallel_shift;
+  params.step_shift = x_bytes * kMaxSteps <= kMaxXBytes ? 2 : 1;
+  return ChooseStages(params, kBatchWarps * ((kStepBytes << params.step_shift) + kScaleBytes) +
+                                  (x_bytes << params.step_shift));
+}
+
+// About how many cycles an SM needs for 256 columns of its passes: the x of each comes from L2 at
+// some 24 bytes a cycle; a row tile takes its weights at 20 bytes a cycle from memory, or the
+// instructions for 8 steps, if these are more.
+int64_t CostOf(const BatchParams& params, int x_tiles, int num_sms) {
+  const int64_t rounds = (params.passes + num_sms - 1) / num_sms;
+  const int x_cycles = kChunkSteps * x_tiles * (kXTileBytes + kXScaleBytes) / 24;
+  const int tile_cycles =
+      std::max(ChunkBytes(DType::kQ8_0) / 20, kChunkSteps * (8 + 14 * x_tiles) * 10 / 23);
+  return rounds * (x_cycles + (tile_cycles << params.tile_shift));
+}
+
+}  // namespace
+
+bool LaunchQuantisedBatch(const LaunchContext& launch, BatchParams& params) {
+  // Tiles of x as the kernel has them.
+  const int x_tiles = (params.x_rows + 15) / 16 * 2;
+  params.x_tile_shift = std::bit_width(static_cast<unsigned>(x_tiles - 1));
+  BatchParams best = {};
+  int64_t best_cost = 0;
+  // Pairs of row tiles: blocks that are quantised.
+  const bool pairs = std::any_of(params.jobs, params.jobs + params.num_jobs,
+                                 [](const BatchJob& job) { return job.out.q != nullptr; });
+  for (int tile_shift = pairs ? 1 : 0; tile_shift <= kMaxTileShift; ++tile_shift) {
+    if (!Cut(params, x_tiles, tile_shift)) break;
+    const int64_t cost = CostOf(params, x_tiles, launch.num_sms);
+    if (best.num_jobs != 0 && cost >= best_cost) continue;
+    best = params;
+    best_cost = cost;
+  }
+  if (best.num_jobs == 0) return false;
+  const dim3 grid(static_cast<unsigned>(std::min(best.passes, launch.num_sms)));
+  const auto launch_kernel = [&](auto kernel) {
+    Launch(launch, grid, dim3(kBatchThreads), BatchSharedBytes(best), kernel, best);
+  };
+  if (x_tiles == 2) {
+    launch_kernel(QuantisedBatchKernel<2>);
+  } else if (x_tiles == 4) {
+    launch_kernel(QuantisedBatchKernel<4>);
+  } else if (x_tiles == 6) {
+    launch_kernel(QuantisedBatchKernel<6>);
+  } else {
+    launch_kernel(QuantisedBatchKernel<8>);
+  }
+  return true;
+}
+
+}  // namespace ds4::cuda
