@@ -1,6 +1,7 @@
 // Products of F16, BF16 and F32 weights with more rows of x than the few-row kernels take
-// (product_batch.cuh). An item of a warp is two row tiles and a segment, with 8 rows of x: each lane
-// adds up 4 rows of w times 8 rows of x. Warps with other rows of x share the weights of a stage.
+// (product_batch.cuh). An item of a warp is two row tiles and a segment, with 8 rows of x: each
+// lane adds up 4 rows of w times 8 rows of x. Warps with other rows of x share the weights of a
+// stage.
 #include <algorithm>
 #include <bit>
 
@@ -19,7 +20,7 @@ constexpr int kPieceBytes = 512;  // what a warp sends at once
 
 // Weights of a row tile in a stage.
 template <DType kType>
-inline constexpr int kTileBytes = kChunkBytes<kType> * kStageCols / kChunkCols<kType>;
+inline constexpr int kTileBytes = kChunkBytes<kType>* kStageCols / kChunkCols<kType>;
 __device__ __forceinline__ int StageTileBytes(DType dtype) {
   return dtype == DType::kF32 ? kTileBytes<DType::kF32> : kTileBytes<DType::kF16>;
 }
@@ -72,8 +73,8 @@ __device__ __forceinline__ void SendX(const BatchParams& params, const Cursor& a
     const Segment segment(params, at, i >> pair_shift);
     const int row = 2 * (i & ((1 << pair_shift) - 1)) + half;
     if (at.step >= segment.steps) continue;
-    const int col = (job.x_step + segment.lane * job.lane_steps + segment.slice * kSliceSteps +
-                     at.step) * 32;
+    const int col =
+        (job.x_step + segment.lane * job.lane_steps + segment.slice * kSliceSteps + at.step) * 32;
     CopyAsync16If(row < params.x_rows, x + i * (2 * kXRowBytes) + 16 * LaneId(),
                   job.x.f32 + row * job.x.cols + col + LaneId() % 16 * 4);
   }

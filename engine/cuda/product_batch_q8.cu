@@ -1,5 +1,6 @@
-// Products of Q8_0 weights with 9 to 64 rows of x (product_batch.cuh). An item of a warp is a (row
-// tile, segment), with all rows of x: they meet the weights of a step while these are in registers.
+// Products of Q8_0 weights with up to 64 rows of x (product_batch.cuh). An item of a warp is one or
+// two row tiles of a segment with all tiles of x or half of them: few words of shared memory for
+// each product, as every product needs its own floating-point work besides.
 #include <algorithm>
 #include <bit>
 
@@ -22,26 +23,49 @@ constexpr int kScaleBytes = 128;
 constexpr int kXTileBytes = 256;
 constexpr int kXScaleBytes = 32;
 
-// What a warp multiplies in a wave: one row tile, one segment.
+// How the kernel for kTiles tiles of x cuts them into items. A row tile more saves half of the
+// loads of x, half of the x tiles keeps the number of sums; with few tiles the loads are few.
+template <int kTiles>
+struct Shape {
+  static constexpr int kHalves = kTiles > 4 ? 2 : 1;
+  static constexpr int kRowTiles = kHalves;
+  static constexpr int kXTiles = kTiles / kHalves;
+};
+
+// What a warp multiplies in a wave. Where the pass has one row tile only, or the job ends, results
+// of a second one mean nothing.
+template <int kTiles>
 struct Item {
-  int tile;      // of the pass
+  int x_tile;    // the first
+  int tile;      // of the pass, the first
+  int tiles;     // that count
   int parallel;  // the segment is the wave's
   Segment segment;
 
   __device__ __forceinline__ Item(const BatchParams& params, const Cursor& at)
-      : tile(WarpId() & ((1 << params.tile_shift) - 1)),
-        parallel(WarpId() >> params.tile_shift),
+      : x_tile(WarpId() % kHalves * Shape<kTiles>::kXTiles),
+        tile((WarpId() / kHalves & ((1 << GroupShift(params)) - 1)) * kRowTiles),
+        tiles(min(min(kRowTiles, 1 << params.tile_shift),
+                  params.jobs[at.job].tiles - at.FirstTile(params) - tile)),
+        parallel(WarpId() / kHalves >> GroupShift(params)),
         segment(params, at, parallel) {
-    const bool idle = parallel >= 1 << params.parallel_shift ||
-                      at.FirstTile(params) + tile >= params.jobs[at.job].tiles;
-    if (idle) segment.steps = 0;
+    if (parallel >= 1 << params.parallel_shift || tiles <= 0) segment.steps = 0;
+  }
+
+ private:
+  static constexpr int kHalves = Shape<kTiles>::kHalves;
+  static constexpr int kRowTiles = Shape<kTiles>::kRowTiles;
+  // Of the number of items that share a segment and x tiles.
+  __device__ __forceinline__ static int GroupShift(const BatchParams& params) {
+    return max(params.tile_shift - (kRowTiles - 1), 0);
   }
 };
 
 template <int kTiles>
-inline constexpr int kXStepBytes = kTiles*(kXTileBytes + kXScaleBytes);
+inline constexpr int kXStepBytes = (kXTileBytes + kXScaleBytes) * kTiles;
 
-// Sends for the stages of a block, in order. What stays the same for a wave is worked out once.
+// Sends for the stages of a block, in order. A warp sends for one row tile of one segment, and for
+// some x. What stays the same for a wave is worked out once.
 template <int kTiles>
 struct Sender {
   static constexpr int kXSteps = kMaxParallel * kMaxSteps / kBatchWarps;  // a warp's, of a stage
@@ -104,12 +128,13 @@ struct Sender {
   __device__ __forceinline__ void StartWave(const BatchParams& params) {
     if (AtEnd(params)) return;
     const BatchJob& job = params.jobs[at.job];
-    const Item item(params, at);
-    steps = item.segment.steps;
-    weights =
-        job.w + (at.FirstTile(params) + item.tile) * job.tile_bytes +
-        item.segment.lane * job.matrix_bytes +
-        item.segment.slice * (kSliceChunks<DType::kQ8_0> * kChunkBytes<DType::kQ8_0>)+16 * LaneId();
+    const int tile = at.FirstTile(params) + (WarpId() & ((1 << params.tile_shift) - 1));
+    const int own_parallel = WarpId() >> params.tile_shift;
+    const Segment own(params, at, own_parallel);
+    const bool idle = own_parallel >= 1 << params.parallel_shift || tile >= job.tiles;
+    steps = idle ? 0 : own.steps;
+    weights = job.w + tile * job.tile_bytes + own.lane * job.matrix_bytes +
+              own.slice * (kSliceChunks<DType::kQ8_0> * kChunkBytes<DType::kQ8_0>)+16 * LaneId();
     const int tiles = TilesOf(job.x);
 #pragma unroll
     for (int i = 0; i < kXSteps; ++i) {
@@ -124,46 +149,76 @@ struct Sender {
   }
 };
 
-// acc += two steps. scales: of the weights, rows g, g + 8 of each step.
 template <int kTiles>
-__device__ __forceinline__ void DotTwoSteps(const std::byte* weights, uint2 scales,
-                                            const std::byte* x, float (&acc)[kTiles][4]) {
+using Sums = float[Shape<kTiles>::kRowTiles][Shape<kTiles>::kXTiles][4];
+
+// sums += two steps. weights: of the first row tile, item_bytes apart; scales: theirs, rows g, g +
+// 8 of each step; x: of the first x tile.
+template <int kTiles>
+__device__ __forceinline__ void DotTwoSteps(const std::byte* weights, const std::byte* scales,
+                                            int item_bytes, const std::byte* x,
+                                            const std::byte* x_scales, Sums<kTiles>& sums) {
+  constexpr int kRowTiles = Shape<kTiles>::kRowTiles;
+  uint2 both_scales[kRowTiles];
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+    both_scales[m] = *reinterpret_cast<const uint2*>(scales + m * item_bytes);
+  }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint4 w = Load16(weights + i * kStepBytes + 16 * LaneId());
-    const uint32_t a[4] = {w.x, w.y, w.z, w.w};
-    const float2 dw = Half2ToFloat2(i == 0 ? scales.x : scales.y);
-    const std::byte* values = x + i * kXStepBytes<kTiles> + 8 * LaneId();
-    const std::byte* x_scales =
-        x + i * kXStepBytes<kTiles> + kTiles * kXTileBytes + 8 * (LaneId() % 4);
+    uint4 w[kRowTiles];
+    float2 dw[kRowTiles];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const uint2 q = *reinterpret_cast<const uint2*>(values + n * kXTileBytes);
-      const float2 dx = *reinterpret_cast<const float2*>(x_scales + n * kXScaleBytes);
+    for (int m = 0; m < kRowTiles; ++m) {
+      w[m] = Load16(weights + m * item_bytes + i * kStepBytes);
+      dw[m] = Half2ToFloat2(i == 0 ? both_scales[m].x : both_scales[m].y);
+    }
+#pragma unroll
+    for (int n = 0; n < Shape<kTiles>::kXTiles; ++n) {
+      const uint2 q =
+          *reinterpret_cast<const uint2*>(x + i * kXStepBytes<kTiles> + n * kXTileBytes);
+      const float2 dx =
+          *reinterpret_cast<const float2*>(x_scales + i * kXStepBytes<kTiles> + n * kXScaleBytes);
       const uint32_t b[2] = {q.x, q.y};
-      int sum[4] = {0, 0, 0, 0};
-      MmaS8(sum, a, b);
-      acc[n][0] = fmaf(dw.x * dx.x, static_cast<float>(sum[0]), acc[n][0]);
-      acc[n][1] = fmaf(dw.x * dx.y, static_cast<float>(sum[1]), acc[n][1]);
-      acc[n][2] = fmaf(dw.y * dx.x, static_cast<float>(sum[2]), acc[n][2]);
-      acc[n][3] = fmaf(dw.y * dx.y, static_cast<float>(sum[3]), acc[n][3]);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        const uint32_t a[4] = {w[m].x, w[m].y, w[m].z, w[m].w};
+        float(&acc)[4] = sums[m][n];
+        int sum[4] = {0, 0, 0, 0};
+        MmaS8(sum, a, b);
+        acc[0] = fmaf(dw[m].x * dx.x, static_cast<float>(sum[0]), acc[0]);
+        acc[1] = fmaf(dw[m].x * dx.y, static_cast<float>(sum[1]), acc[1]);
+        acc[2] = fmaf(dw[m].y * dx.x, static_cast<float>(sum[2]), acc[2]);
+        acc[3] = fmaf(dw[m].y * dx.y, static_cast<float>(sum[3]), acc[3]);
+      }
     }
   }
 }
 
 template <int kTiles>
-__device__ __forceinline__ void DotStage(const BatchParams& params, const Item& item,
-                                         int first_step, const std::byte* own, const std::byte* x,
-                                         float (&acc)[kTiles][4]) {
+__device__ __forceinline__ void DotStage(const BatchParams& params, const Item<kTiles>& item,
+                                         int first_step, const std::byte* stage,
+                                         Sums<kTiles>& sums) {
   if (first_step >= item.segment.steps) return;
   const int steps = 1 << params.step_shift;
-  x += (item.parallel << params.step_shift) * kXStepBytes<kTiles>;
+  const int item_bytes = steps * kStepBytes + kScaleBytes;
+  const std::byte* weights =
+      stage + ((item.parallel << params.tile_shift) + item.tile) * item_bytes;
   const std::byte* scales =
-      own + (kStepBytes << params.step_shift) + 16 * (LaneId() / 4) + 4 * (first_step % 4);
+      weights + steps * kStepBytes + 16 * (LaneId() / 4) + 4 * (first_step % 4);
+  const std::byte* x =
+      stage + kBatchWarps * item_bytes + (item.parallel << params.step_shift) * kXStepBytes<kTiles>;
+  const std::byte* x_scales =
+      x + kTiles * kXTileBytes + item.x_tile * kXScaleBytes + 8 * (LaneId() % 4);
+  weights += 16 * LaneId();
+  x += item.x_tile * kXTileBytes + 8 * LaneId();
 #pragma unroll 1
   for (int step = 0; step < steps; step += 2) {
-    DotTwoSteps<kTiles>(own + step * kStepBytes, *reinterpret_cast<const uint2*>(scales + 4 * step),
-                        x + step * kXStepBytes<kTiles>, acc);
+    DotTwoSteps<kTiles>(weights, scales, item_bytes, x, x_scales, sums);
+    weights += 2 * kStepBytes;
+    scales += 8;
+    x += 2 * kXStepBytes<kTiles>;
+    x_scales += 2 * kXStepBytes<kTiles>;
   }
 }
 
@@ -202,11 +257,11 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
   std::byte* free = stage;
   stage = memory;
 
-  float acc[kTiles][4] = {};
+  Sums<kTiles> sums = {};
   Cursor at(params);
 #pragma unroll 1
   while (!at.AtEnd(params)) {
-    const Item item(params, at);
+    const Item<kTiles> item(params, at);
 #pragma unroll 1
     while (true) {
       WaitForStage(params);
@@ -217,8 +272,7 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
         sender.Next(params);
       }
       CopyAsyncCommit();
-      DotStage<kTiles>(params, item, at.step, stage + warp * item_bytes,
-                       stage + kBatchWarps * item_bytes, acc);
+      DotStage<kTiles>(params, item, at.step, stage, sums);
       free = stage;
       stage = stage + params.stage_bytes == end ? memory : stage + params.stage_bytes;
       if (at.EndsWave(params)) break;
@@ -226,15 +280,20 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
     }
     AddInTurn(params, at, item.parallel, item.segment, [&] {
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        AddToTotal(params, item.segment, item.tile, n,
-                   make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]), totals);
+      for (int m = 0; m < Shape<kTiles>::kRowTiles; ++m) {
+        if (m >= item.tiles) break;
+#pragma unroll
+        for (int n = 0; n < Shape<kTiles>::kXTiles; ++n) {
+          const float(&sum)[4] = sums[m][n];
+          AddToTotal(params, item.segment, item.tile + m, item.x_tile + n,
+                     make_float4(sum[0], sum[1], sum[2], sum[3]), totals);
+        }
       }
     });
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
+    for (auto& tile : sums) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) acc[n][i] = 0.0f;
+      for (auto& sum : tile) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
     }
     if (at.IsLastWave(params)) StoreTotals(params, at, totals);
     at.Next(params);
@@ -261,7 +320,8 @@ int64_t CostOf(const BatchParams& params, int x_tiles, int num_sms) {
   const int x_cycles = kChunkSteps * x_tiles * (kXTileBytes + kXScaleBytes) / 24;
   const int tile_cycles =
       std::max(ChunkBytes(DType::kQ8_0) / 20, kChunkSteps * (8 + 14 * x_tiles) * 10 / 23);
-  return rounds * (x_cycles + (tile_cycles << params.tile_shift));
+  const int tiles = std::max(1 << params.tile_shift, x_tiles > 4 ? 2 : 1);  // see Shape
+  return rounds * (x_cycles + tile_cycles * tiles);
 }
 
 }  // namespace
