@@ -585,6 +585,7 @@ void LaunchProducts(const LaunchContext& launch, std::span<const ProductJob> job
     CHECK(job.x.rows == jobs[0].x.rows) << job.x.rows << " and " << jobs[0].x.rows;
   }
   if (LaunchFewRowProducts(launch, jobs, {})) return;
+  if (jobs[0].x.rows <= kMaxFewProductRows) return LaunchGeneral(launch, jobs);
   // Batches have kernels for Q8_0 alone, and for float types alone.
   std::vector<ProductJob> sorted(jobs.begin(), jobs.end());
   const auto is_q8 = [](const ProductJob& job) { return job.w.dtype == DType::kQ8_0; };

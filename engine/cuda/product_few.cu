@@ -11,6 +11,7 @@
 #include "engine/base/check.h"
 #include "engine/cuda/dot.cuh"
 #include "engine/cuda/product_few.h"
+#include "engine/cuda/product_few_floats.cuh"
 #include "engine/cuda/product_output.cuh"
 #include "engine/cuda/quantize.cuh"
 #include "engine/cuda/simt.h"
@@ -23,7 +24,6 @@ constexpr int kThreads = 32 * kWarps;
 // Launch bounds for the registers of so many threads, in blocks of kThreads: what two blocks then
 // leave of an SM's 65,536 is enough for a block of 128 threads with 96 registers each.
 constexpr int kThreadsOfRegisters = kThreads + 64;
-constexpr int kMaxXRows = 8;
 constexpr int kMaxBlocks = 288;
 constexpr int kMaxSegments = 128;  // slices of a row tile, over all lanes
 
@@ -365,95 +365,6 @@ __device__ __forceinline__ void DotQuantisedOnce(Ring& ring, const ActivationVie
 
 // ---- Float weights.
 
-// What a lane needs of one x row for a chunk.
-template <DType kType>
-struct XFloats {
-  static constexpr int kCols = kLaneCols<kType>;
-  float v[8][kCols];
-
-  __device__ __forceinline__ void Load(const float* x) {
-#pragma unroll
-    for (int u = 0; u < 8; ++u) {
-      const float* at = x + 4 * kCols * u + kCols * (LaneId() % 4);
-      if constexpr (kCols == 4) {
-        const float4 four = *reinterpret_cast<const float4*>(at);
-        v[u][0] = four.x;
-        v[u][1] = four.y;
-        v[u][2] = four.z;
-        v[u][3] = four.w;
-      } else {
-        const float2 two = *reinterpret_cast<const float2*>(at);
-        v[u][0] = two.x;
-        v[u][1] = two.y;
-      }
-    }
-  }
-  __device__ __forceinline__ void Dot(const std::byte* chunk, float (&part)[1][2]) const {
-#pragma unroll
-    for (int u = 0; u < 8; ++u) {
-      float w[2][kCols];
-      DecodeFloats<kType>(Load16(chunk + 512 * u + 16 * LaneId()), w);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int k = 0; k < kCols; ++k) part[0][r] = fmaf(w[r][k], v[u][k], part[0][r]);
-      }
-    }
-  }
-};
-
-// What a lane needs of kRows x rows for one unit of a chunk (layout.h).
-template <DType kType, int kRows>
-struct UnitFloats {
-  static constexpr int kCols = kLaneCols<kType>;
-  float v[kRows][kCols];
-
-  // at: x column of the lane's first value.
-  __device__ __forceinline__ void Load(const ContiguousX<1>& x, int at) {
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      if constexpr (kCols == 4) {
-        const float4 four = *reinterpret_cast<const float4*>(x.Row(j) + at);
-        v[j][0] = four.x;
-        v[j][1] = four.y;
-        v[j][2] = four.z;
-        v[j][3] = four.w;
-      } else {
-        const float2 two = *reinterpret_cast<const float2*>(x.Row(j) + at);
-        v[j][0] = two.x;
-        v[j][1] = two.y;
-      }
-    }
-  }
-};
-
-// Several x rows: a unit's are on their way while the one before is multiplied.
-template <DType kType, int kRows>
-__device__ __forceinline__ void DotChunkRows(const std::byte* chunk, const ContiguousX<1>& x,
-                                             int col, float (&part)[kRows][2]) {
-  constexpr int kCols = kLaneCols<kType>;
-  constexpr int kUnits = 8;
-  const int at = col + kCols * (LaneId() % 4);
-  UnitFloats<kType, kRows> columns;
-  columns.Load(x, at);
-#pragma unroll 2
-  for (int u = 0; u < kUnits; ++u) {
-    UnitFloats<kType, kRows> next;
-    next.Load(x, at + 4 * kCols * (u + 1 < kUnits ? u + 1 : u));
-    float w[2][kCols];
-    DecodeFloats<kType>(Load16(chunk + 512 * u + 16 * LaneId()), w);
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-#pragma unroll
-        for (int k = 0; k < kCols; ++k) part[j][r] = fmaf(w[r][k], columns.v[j][k], part[j][r]);
-      }
-    }
-    columns = next;
-  }
-}
-
 template <DType kType, int kRows>
 __device__ __forceinline__ void DotFloats(Ring& ring, const ActivationView& x, int col, int chunks,
                                           float (&acc)[1][4]) {
@@ -690,7 +601,7 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
   params.num_jobs = static_cast<int>(jobs.size());
   params.x_rows = jobs[0].x.rows;
   params.lanes = roots;
-  if (params.x_rows > kMaxXRows) return false;
+  if (params.x_rows > kMaxFewProductRows) return false;
   while ((1 << params.x_shift) < params.x_rows) ++params.x_shift;
 
   const int item_floats = kTileRows << params.x_shift;

@@ -10,8 +10,9 @@
 
 namespace ds4::cuda {
 
-inline constexpr int kMaxProductLanes = 16;  // of one rank
-inline constexpr int kMaxProductRoots = 8;   // aligned subtrees that 16 lanes anywhere can need
+inline constexpr int kMaxFewProductRows = 8;  // of x
+inline constexpr int kMaxProductLanes = 16;   // of one rank
+inline constexpr int kMaxProductRoots = 8;    // aligned subtrees that 16 lanes anywhere can need
 
 // Where a lane product leaves its sums; for ordinary products `roots` is null.
 struct LaneRoots {

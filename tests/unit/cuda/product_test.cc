@@ -180,7 +180,9 @@ class ProductJobsTest : public ProductTest {
 };
 
 TEST_F(ProductJobsTest, OfAllTypes) {
-  ExpectIndependent({std::begin(kTypes), std::end(kTypes)}, 10);
+  for (const int x_rows : {3, 10}) {
+    ExpectIndependent({std::begin(kTypes), std::end(kTypes)}, x_rows);
+  }
 }
 
 // The types that have kernels of their own; ranges of blocks that end inside jobs, and between.
