@@ -79,6 +79,7 @@ template <int kDim, int kHeadTiles>
 __device__ __forceinline__ void SplitTile(const AttentionArgs& args, std::byte* memory, bool turn) {
   using Shared = TileShared<kDim, kHeadTiles, 1>;
   constexpr int kWarps = kTileThreads / 32;
+  constexpr int kGroups = kDim / 128;  // of channels: one is used while the next is on its way
   const Shared shared{memory};
   const int t = args.first_row + blockIdx.x, split = blockIdx.y;
   const int first_head = Shared::kHeads * blockIdx.z, first = split * kAttentionSplit;
@@ -97,15 +98,17 @@ __device__ __forceinline__ void SplitTile(const AttentionArgs& args, std::byte* 
     const RowKeys keys = KeysOfRow(args, t, place);
     count = keys.total - first;
     if (count <= 0) return;
-    LoadKeyTile<kDim>(args, picks.Ids(args, keys, first), shared.keys(0));
+    LoadKeyTile<kDim, kGroups>(args, picks.Ids(args, keys, first), shared.keys(0));
   }
 #pragma unroll
   for (int i = 0; i < Shared::kHeads / kWarps; ++i) {
     NormRotateHead<kDim>(args, angles, heads[i], shared.query(), own_head + i * kWarps);
   }
-  CopyAsyncWait<0>();
-  __syncthreads();
-  ScoreTile<kDim, kHeadTiles>(shared.query(), shared.keys(0), shared.scores(0), shared.scores(1));
+  ScoreTile<kDim, kHeadTiles, kGroups>(shared.query(), shared.keys(0), shared.scores(0),
+                                       shared.scores(1), [](int group) {
+                                         WaitForCopies<kGroups - 1>(kGroups - 1 - group);
+                                         __syncthreads();
+                                       });
   __syncthreads();
   const int head = HeadOfPass(0);
   if (head < Shared::kHeads) {

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kTileThreads, 1) TileRowsKernel(AttentionArgs 
   GridDependencyWait();
   const int t = blockIdx.x, first_head = Shared::kHeads * blockIdx.y;
   const RowKeys keys = KeysOfRow(args, t);
-  LoadKeyTile<kDim>(args, OwnKeyIds(keys, 0), shared.keys(0));
+  LoadKeyTile<kDim, 1>(args, OwnKeyIds(keys, 0), shared.keys(0));
   int2 next_ids = OwnKeyIds(keys, kAttentionSplit);  // one tile ahead of its use
   LoadQueries<kDim, Shared::kHeads>(args, t, first_head, shared.query());
   if (t + ahead < static_cast<int>(gridDim.x)) {
@@ -93,13 +93,13 @@ __global__ void __launch_bounds__(kTileThreads, 1) TileRowsKernel(AttentionArgs 
     __syncthreads();  // the tile is there, and nobody uses the one before any more
     const auto load_next = [&] {
       if (first + kAttentionSplit < keys.total) {
-        LoadKeyTile<kDim>(args, next_ids, shared.keys(stage ^ 1));
+        LoadKeyTile<kDim, 1>(args, next_ids, shared.keys(stage ^ 1));
         next_ids = OwnKeyIds(keys, first + 2 * kAttentionSplit);
       }
     };
     if (copies_first) load_next();
-    ScoreTile<kDim, kHeadTiles>(shared.query(), shared.keys(stage), shared.scores(0),
-                                shared.scores(1));
+    ScoreTile<kDim, kHeadTiles, 1>(shared.query(), shared.keys(stage), shared.scores(0),
+                                   shared.scores(1), [](int) {});
     if (!copies_first) load_next();
     __syncthreads();
     if (HeadOfPass(0) < Shared::kHeads) {

@@ -159,20 +159,37 @@ __device__ __forceinline__ int2 OwnKeyIds(const RowKeys& keys, int first) {
   return make_int2(keys.Id(first + OwnTileRow(0)), keys.Id(first + OwnTileRow(1)));
 }
 
-// Starts the copy of a tile's keys.
-template <int kDim>
+// Starts the copy of a tile's keys, in kGroups groups of neighbouring channels of both halves.
+template <int kDim, int kGroups>
 __device__ __forceinline__ void LoadKeyTile(const AttentionArgs& args, int2 own_ids,
                                             std::byte* tile) {
   const int chunk = static_cast<int>(threadIdx.x) % 8;
+  const uint16_t* keys[2];
+  std::byte* to[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint16_t* key =
-        KeyAddress<uint16_t>(args.cache, kDim, i == 0 ? own_ids.x : own_ids.y) + 8 * chunk;
-    std::byte* to = ChunkAt<kDim>(tile, OwnTileRow(i), chunk);
-#pragma unroll
-    for (int c = 0; c < kDim / 64; ++c) CopyAsync16(to + 128 * c, key + 64 * c);
+    keys[i] = KeyAddress<uint16_t>(args.cache, kDim, i == 0 ? own_ids.x : own_ids.y) + 8 * chunk;
+    to[i] = ChunkAt<kDim>(tile, OwnTileRow(i), chunk);
   }
-  CopyAsyncCommit();
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+    for (int c = group; c < kDim / 64; c += kGroups) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) CopyAsync16(to[i] + 128 * c, keys[i] + 64 * c);
+    }
+    CopyAsyncCommit();
+  }
+}
+
+// CopyAsyncWait<left> for a `left` of at most kMost.
+template <int kMost>
+__device__ __forceinline__ void WaitForCopies(int left) {
+  if (left == kMost) {
+    CopyAsyncWait<kMost>();
+  } else if constexpr (kMost > 0) {
+    WaitForCopies<kMost - 1>(left);
+  }
 }
 
 // How the eight warps of a block share the scores of a tile: halves of the channels, keys, heads.
@@ -212,27 +229,31 @@ struct ScoreShare {
 };
 
 // scores[half][head][key] = q . k over one half of the channels. A step's fragments are on their
-// way while the step before multiplies.
-template <int kDim, int kHeadTiles>
+// way while the step before multiplies. wait(group) comes before group `group` of kGroups is read.
+template <int kDim, int kHeadTiles, int kGroups, typename Wait>
 __device__ __forceinline__ void ScoreTile(std::byte* queries, std::byte* tile, float* low,
-                                          float* high) {
+                                          float* high, Wait wait) {
   using Share = ScoreShare<kHeadTiles>;
-  constexpr int kSteps = kDim / 32;
+  constexpr int kSteps = kDim / 32 / kGroups;
   const Share share;
   float sums[Share::kM][Share::kN][4] = {};
   typename Share::Step steps[2];
-  share.template Load<kDim>(queries, tile, 0, steps[0]);
+#pragma unroll 1
+  for (int group = 0; group < kGroups; ++group) {
+    wait(group);
+    share.template Load<kDim>(queries, tile, group * kSteps, steps[0]);
 #pragma unroll 4
-  for (int step = 0; step < kSteps; ++step) {
-    const typename Share::Step& now = steps[step % 2];
-    if (step + 1 < kSteps) {
-      share.template Load<kDim>(queries, tile, step + 1, steps[(step + 1) % 2]);
-    }
+    for (int step = 0; step < kSteps; ++step) {
+      const typename Share::Step& now = steps[step % 2];
+      if (step + 1 < kSteps) {
+        share.template Load<kDim>(queries, tile, group * kSteps + step + 1, steps[(step + 1) % 2]);
+      }
 #pragma unroll
-    for (int n = 0; n < Share::kN; ++n) {
-      const uint32_t b[2] = {now.b[n / 2][n % 2 * 2], now.b[n / 2][n % 2 * 2 + 1]};
+      for (int n = 0; n < Share::kN; ++n) {
+        const uint32_t b[2] = {now.b[n / 2][n % 2 * 2], now.b[n / 2][n % 2 * 2 + 1]};
 #pragma unroll
-      for (int m = 0; m < Share::kM; ++m) MmaBf16(sums[m][n], now.a[m], b);
+        for (int m = 0; m < Share::kM; ++m) MmaBf16(sums[m][n], now.a[m], b);
+      }
     }
   }
   float* scores = share.half == 0 ? low : high;
