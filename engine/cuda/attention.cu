@@ -1,6 +1,8 @@
 // Attention for few rows: a block for each row, split of 64 keys and group of heads, then a second
 // kernel that puts the splits together. From kRowBlocks blocks on, one block goes through all
 // splits of a row instead (attention_prefill.cu): the same bits with no partial results in memory.
+#include <algorithm>
+
 #include "engine/base/check.h"
 #include "engine/cuda/attention_tile.cuh"
 
@@ -322,6 +324,8 @@ AttentionArgs MakeArgs(const AttentionParams& params, const StepRows& step, int 
   CheckJob(params, job, cache);
   AttentionArgs args;
   args.params = params;
+  args.by_ratio = MakeDivider(std::max(params.ratio, 1));
+  args.by_ring = MakeDivider(cache.ring);
   args.step = step;
   args.rope = rope;
   args.job = job;

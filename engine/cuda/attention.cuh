@@ -7,9 +7,39 @@
 
 namespace ds4::cuda {
 
+// Divides by a number that the host knows: a division of its own is a long chain of instructions.
+struct Divider {
+  uint32_t factor = 0;
+  int shift = 0;
+
+  __host__ __device__ constexpr int Quotient(int n) const {  // n >= 0
+    return static_cast<int>(static_cast<uint64_t>(n) * factor >> shift);
+  }
+};
+// divisor >= 1. The factor is 2^shift / divisor rounded up, which is exact for 31 bits when it has
+// 32 itself.
+constexpr Divider MakeDivider(int divisor) {
+  Divider made;
+  made.shift = 31;
+  while (int64_t{1} << (made.shift - 31) < divisor) ++made.shift;
+  const uint64_t power = uint64_t{1} << made.shift;
+  made.factor = static_cast<uint32_t>((power + divisor - 1) / divisor);
+  return made;
+}
+static_assert(MakeDivider(1).Quotient(2147483647) == 2147483647);
+static_assert(MakeDivider(128).Quotient(2147483647) == 16777215);
+static_assert(MakeDivider(704).Quotient(703) == 0 && MakeDivider(704).Quotient(704) == 1);
+static_assert(MakeDivider(3).Quotient(2147483645) == 715827881);
+static_assert(MakeDivider(3).Quotient(2147483646) == 715827882);
+static_assert(MakeDivider(1431655765).Quotient(1431655764) == 0);
+static_assert(MakeDivider(2147483647).Quotient(2147483646) == 0);
+static_assert(MakeDivider(2147483647).Quotient(2147483647) == 1);
+
 // What the attention kernels take.
 struct AttentionArgs {
   AttentionParams params;
+  Divider by_ratio;  // unless that is 0
+  Divider by_ring;
   StepRows step;
   RopeView rope;
   AttentionJob job;
@@ -93,12 +123,13 @@ __device__ __forceinline__ RowKeys KeysOfRow(const AttentionArgs& args, int t, R
   RowKeys keys;
   keys.num_window = min(place.pos + 1, args.params.sliding_window);
   keys.ring = args.cache.ring;
-  keys.first_ring_row = (place.pos + 1 - keys.num_window) % keys.ring;
+  const int first_pos = place.pos + 1 - keys.num_window;
+  keys.first_ring_row = first_pos - args.by_ring.Quotient(first_pos) * keys.ring;
   keys.window_row = place.slot * keys.ring;
   keys.total = keys.num_window;
   if (args.params.ratio > 0) {
     keys.compressed_row = place.slot * args.cache.compressor.max_rows;
-    keys.total += job.picks != nullptr ? place.picked : (place.pos + 1) / args.params.ratio;
+    keys.total += job.picks != nullptr ? place.picked : args.by_ratio.Quotient(place.pos + 1);
     if (job.picks != nullptr) {
       keys.picks = job.picks + static_cast<int64_t>(t) * args.params.index_top_k;
     }

@@ -345,7 +345,7 @@ __device__ __forceinline__ void ScoreRuns(const IndexArgs& args, int key_tiles, 
       q[group][1] = LoadEarly16(q_at + 32 * group + 4);
     }
     if (warp == 0) LoadAngles(args, t, lane, angles);
-    visible = VisibleRows(slot, pos, args.params.ratio);
+    visible = VisibleRows(args, slot, pos);
     end_key = min(visible, first_key + key_tiles * kFewKeys);
     if (visible <= args.params.index_top_k || first_key >= end_key) return;
     keys += static_cast<int64_t>(slot) * args.max_rows * kKeyBytes;
@@ -506,6 +506,7 @@ void LaunchIndex(const LaunchContext& launch, const AttentionParams& params, con
   CheckParams(params, cache, max_visible);
   IndexArgs args;
   args.params = params;
+  args.by_ratio = MakeDivider(params.ratio);
   args.step = step;
   args.rope = rope;
   args.q = index_q;

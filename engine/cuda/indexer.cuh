@@ -8,6 +8,7 @@ namespace ds4::cuda {
 
 struct IndexArgs {
   AttentionParams params;
+  Divider by_ratio;
   StepRows step;
   RopeView rope;
   const float* q = nullptr;
@@ -23,11 +24,11 @@ struct IndexArgs {
 
 // Rows that a row at `pos` sees; none for a row that only fills up the batch. Without a branch, in
 // which the compiler would hide the load of the position behind that of the slot.
-__device__ __forceinline__ int VisibleRows(int slot, int pos, int ratio) {
-  return (pos + 1) / ratio & ~(slot >> 31);
+__device__ __forceinline__ int VisibleRows(const IndexArgs& args, int slot, int pos) {
+  return args.by_ratio.Quotient(pos + 1) & ~(slot >> 31);
 }
 __device__ __forceinline__ int VisibleRows(const IndexArgs& args, int t) {
-  return VisibleRows(args.step.slot[t], args.step.pos[t], args.params.ratio);
+  return VisibleRows(args, args.step.slot[t], args.step.pos[t]);
 }
 
 // The best of the scored rows (indexer_choose.cu), of rows [first, end). max_visible: as for
