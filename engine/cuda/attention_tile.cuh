@@ -385,17 +385,25 @@ __device__ __forceinline__ void MultiplyTile(const float* weights, std::byte* ti
 #pragma unroll
   for (int first_n = 0; first_n < kDim / 64; first_n += kN) {
     float products[kM][kN][4] = {};
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    uint32_t b[2][kN / 2][4];  // of a step, and of the next, on its way
+    const auto load = [&](int step) {
 #pragma unroll
       for (int n = 0; n < kN; n += 2) {
-        uint32_t b[4];
-        LoadMatrix4Trans(b, ChunkAt<kDim>(tile, 16 * step + lane % 16,
-                                          warp * (kDim / 64) + first_n + n + lane / 16));
+        LoadMatrix4Trans(b[step % 2][n / 2],
+                         ChunkAt<kDim>(tile, 16 * step + lane % 16,
+                                       warp * (kDim / 64) + first_n + n + lane / 16));
+      }
+    };
+    load(0);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (step + 1 < kSteps) load(step + 1);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const uint32_t(&both)[4] = b[step % 2][n / 2];
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
-          MmaBf16(products[m][n], a[m][step], {b[0], b[1]});
-          MmaBf16(products[m][n + 1], a[m][step], {b[2], b[3]});
+          MmaBf16(products[m][n], a[m][step], {both[n % 2 * 2], both[n % 2 * 2 + 1]});
         }
       }
     }
