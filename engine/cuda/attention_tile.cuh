@@ -101,8 +101,7 @@ __device__ __forceinline__ void NormRotateHead(const AttentionArgs& args,
 #pragma unroll
     for (int k = 0; k < 8; ++k) squares = fmaf(v[i][k], v[i][k], squares);
   }
-  const float factor =
-      1.0f / sqrtf(WarpSum(squares) / static_cast<float>(kDim) + args.params.norm_eps);
+  const float factor = rsqrtf(WarpSum(squares) / static_cast<float>(kDim) + args.params.norm_eps);
 #pragma unroll
   for (int i = 0; i < kDim / 256; ++i) {
 #pragma unroll
@@ -322,19 +321,19 @@ __device__ __forceinline__ void LoadScores(const float* low, const float* high, 
 __device__ __forceinline__ float StoreWeights(const float (&s)[8], float top, float* low,
                                               int head) {
   float sum = 0.0f;
-  uint16_t weights[8];
+  uint32_t pairs[4];
 #pragma unroll
-  for (int k = 0; k < 8; ++k) {
-    weights[k] = FloatToBf16(expf(s[k] - top));
-    sum += Bf16ToFloat(weights[k]);
+  for (int k = 0; k < 4; ++k) {
+    pairs[k] = FloatsToBf162(expf(s[2 * k] - top), expf(s[2 * k + 1] - top));
+    const float2 weights = Bf162ToFloat2(pairs[k]);
+    sum += weights.x;
+    sum += weights.y;
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint16_t* to = reinterpret_cast<uint16_t*>(low + head * kScoreStride) + 32 * i +
                    4 * (static_cast<int>(threadIdx.x) % 8);
-    *reinterpret_cast<uint2*>(to) =
-        make_uint2(weights[4 * i] | static_cast<uint32_t>(weights[4 * i + 1]) << 16,
-                   weights[4 * i + 2] | static_cast<uint32_t>(weights[4 * i + 3]) << 16);
+    *reinterpret_cast<uint2*>(to) = make_uint2(pairs[2 * i], pairs[2 * i + 1]);
   }
   return sum;
 }
