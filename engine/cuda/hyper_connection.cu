@@ -365,22 +365,32 @@ __global__ void __launch_bounds__(kPartThreads, kRowBlocks)
                     float* streams, PartSums all) {
   __shared__ __align__(16) float x[kPartValues];
   LaunchDependents();
-  const int thread = static_cast<int>(threadIdx.x);
-  const int warp = thread / kWarpSize, lane = thread % kWarpSize;
+  const unsigned thread = threadIdx.x;
+  const int warp = static_cast<int>(thread) / kWarpSize,
+            lane = static_cast<int>(thread) % kWarpSize;
   const int row = static_cast<int>(blockIdx.y);
   const int d = static_cast<int>(blockIdx.x) * kPartCols + lane;
   MixRuns w;
   FetchRunsOf<kType == DType::kF32, true>(fn, shape, w);
-  float* const from = streams + static_cast<int64_t>(row) * kStreams * shape.dim + d;
-  float* const own = from + warp * shape.dim;
-  const float* const added = root + static_cast<int64_t>(row) * shape.dim + d;
-  const float* const post = mix.post + row * kStreams + warp;
-  const float* const comb = mix.comb + row * kStreams * kStreams + warp;
+  float* from = streams + static_cast<int64_t>(row) * kStreams * shape.dim + d;
+  float* own = from + warp * shape.dim;
+  const float* added = root + static_cast<int64_t>(row) * shape.dim + d;
+  const float* post = mix.post + row * kStreams + warp;
+  const float* comb = mix.comb + row * kStreams * kStreams + warp;
   const PartSums sums = all.At(rows, row);
   const int dot = FoldedDot(thread / kHalfWarp, lane % kHalfWarp);
-  float* const dot_to = sums.Dot(0, dot, kStreams);
+  float* dot_to = sums.Dot(0, dot, kStreams);
   const int gram = FoldedSum<kWarpSize / 2>(lane);
-  float* const gram_to = sums.start + kGramSlot + kStreams * gram + warp;
+  float* gram_to = sums.start + kGramSlot + kStreams * gram + warp;
+  const float* next = x + (thread + kPartCols) % kPartValues;
+  const float* second = x + (thread + 2 * kPartCols) % kPartValues;
+  KeepAddress(from);
+  KeepAddress(own);
+  KeepAddress(added);
+  KeepAddress(post);
+  KeepAddress(comb);
+  KeepAddress(dot_to);
+  KeepAddress(gram_to);
   GridDependencyWait();
 
   float old[kStreams], share[kStreams];
@@ -398,9 +408,7 @@ __global__ void __launch_bounds__(kPartThreads, kRowBlocks)
   *own = value;
   float v[kMixesOfHalf];
   DotShares(w, x, v);
-  const float next = x[(thread + kPartCols) % kPartValues];
-  const float second = x[(thread + 2 * kPartCols) % kPartValues];
-  const float products[3] = {value * value, value * next, value * second};
+  const float products[3] = {value * value, value * *next, value * *second};
   const float dot_sum = FoldSums<kHalfWarp / 2, 1>(lane, v);
   const float gram_sum = FoldSums<kWarpSize / 2, 1>(lane, products);
   if (dot >= 0) *dot_to = dot_sum;

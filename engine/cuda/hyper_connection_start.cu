@@ -105,7 +105,9 @@ __device__ __forceinline__ void LeaveMixes(const PreJob& job, int t,
   const float* from =
       (of_rest ? job.rest + t * kRestSlots + 4 * quad : job.start + t * kStartSlots + kDiagonal) +
       first * stride;
-  float* const to = job.mixes + t * kMixSlots + mix;
+  float* to = job.mixes + t * kMixSlots + mix;
+  KeepAddress(from);
+  KeepAddress(to);
   GridDependencyWait();
   PartQuads<kStep, kWhole> quads;
   quads.Load(from, stride, first, parts);
@@ -248,11 +250,20 @@ __global__ void __launch_bounds__(kPreThreads, kPreBlocks) HcPreKernel(const Pre
     if (counts) {
       place.start_stride = job.rows * kStartSlots;
       place.start = job.start + first * place.start_stride + 4 * quad;
+      place.streams = job.streams;
       place.stride = dim;
+      if (!kHead) {
+        place.start += t * kStartSlots;
+        place.streams += static_cast<int64_t>(t) * h * dim;
+      }
+      KeepAddress(place.start);
+      KeepAddress(place.streams);
       GridDependencyWait();
-      const int row = kHead ? job.row_index[t] : t;
-      place.start += row * kStartSlots;
-      place.streams = job.streams + static_cast<int64_t>(row) * h * dim;
+      if (kHead) {
+        const int row = job.row_index[t];
+        place.start += row * kStartSlots;
+        place.streams += static_cast<int64_t>(row) * h * dim;
+      }
     }
     PartQuads<kStep, kWhole> quads;
     quads.Load(place.start, place.start_stride, first, job.shape.parts);

@@ -355,6 +355,17 @@ inline void CopyAsync16If(bool wanted, void* shared, const void* global) {
 }
 #endif
 
+// Has an address of global memory in a register from here on. Without it compilers leave the
+// arithmetic until the address is used: behind a wait, where it costs time.
+template <typename T>
+__device__ __forceinline__ void KeepAddress([[maybe_unused]] T*& address) {
+#if defined(__CUDA_ARCH__)
+  size_t global = __cvta_generic_to_global(address);
+  asm volatile("" : "+l"(global));
+  address = static_cast<T*>(__cvta_global_to_generic(global));
+#endif
+}
+
 // Words of shared memory by address: a plain number, so that kernels can leave parts of an address
 // ready in a register. Only for words that nobody writes any more: the compiler may move the load.
 #if defined(__CUDACC__)

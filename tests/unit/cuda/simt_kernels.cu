@@ -34,9 +34,11 @@ __global__ void NarrowKernel(const float* x, int count, uint16_t* half, uint16_t
 
 __global__ void ExchangeKernel(const float* x, float* out) {
   LaunchDependents();
-  GridDependencyWait();
   const int lane = static_cast<int>(threadIdx.x);
-  const float own = x[lane];
+  const float* from = x + lane;
+  KeepAddress(from);
+  GridDependencyWait();
+  const float own = *from;
   float* row = out + lane * kExchanges;
   row[0] = __shfl_sync(kFullMask, own, 3 * lane % 32);
   row[1] = __shfl_xor_sync(kFullMask, own, 5);
