@@ -183,7 +183,7 @@ __device__ __forceinline__ Collapse CollapseOf(const PreJob& job, const float* s
   const float squares[kStreams] = {slot(kDiagonal), slot(kDiagonal + 1), slot(kDiagonal + 2),
                                    slot(kDiagonal + 3)};
   const float z = fmaf(total * InverseRms(job, squares), scale, base);
-  const float gate = 1.0f / (1.0f + expf(-z));
+  const float gate = FastReciprocal(1.0f + expf(-z));
   Collapse collapse;
   float(&pre)[kStreams] = collapse.pre;
 #pragma unroll

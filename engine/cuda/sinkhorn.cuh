@@ -8,55 +8,37 @@
 
 namespace ds4::cuda {
 
-// scale[i] / denominator: factors of rows or columns of a matrix, so that no step needs a division.
+// A matrix that Sinkhorn balances: entry (i, j) is c[i][j] times a factor for its row and one for
+// its column. The latency of this chain bounds the job, so all lanes carry the whole matrix: no
+// step has a shuffle.
 struct Factors {
-  float scale[kMaxDeviceStreams];
-  float denominator;
+  float inverse[kMaxDeviceStreams];
+  float value[kMaxDeviceStreams];  // 1 / inverse
 };
-
-// One normalisation of `matrix[i][j] * own.scale[i] * other.scale[j] / (denominators)` over j: each
-// row divided by its sum + eps. With d_i = own_i * sum_j matrix[i][j] other_j + eps * denominators
-// that is own_i := own_i * other.denominator / d_i, written over the common denominator d_0 d_1 d_2
-// d_3, and brought back to the size of 1 by a power of two. d / denominators lies in [eps, H +
-// eps], so nothing leaves the range of float32.
-template <typename Entry>
-__device__ __forceinline__ void Normalise(int streams, float eps, const Factors& other,
-                                          Factors& own, Entry matrix) {
-  const float floor = eps * (own.denominator * other.denominator);
-  float d[kMaxDeviceStreams];
-#pragma unroll
-  for (int i = 0; i < kMaxDeviceStreams; ++i) {
-    float sum = matrix(i, 0) * other.scale[0];
-#pragma unroll
-    for (int j = 1; j < kMaxDeviceStreams; ++j) sum = fmaf(matrix(i, j), other.scale[j], sum);
-    d[i] = fmaf(own.scale[i], sum, floor);
-  }
-  if (streams < kMaxDeviceStreams) {
-#pragma unroll
-    for (int i = 1; i < kMaxDeviceStreams; ++i) d[i] = i < streams ? d[i] : 1.0f;
-  }
-  const float low = d[0] * d[1], high = d[2] * d[3];
-  const float product = low * high;
-  const float unit = __uint_as_float(0x7f000000u - (__float_as_uint(product) & 0x7f800000u));
-  const float factor = other.denominator * unit;
-  // Everything but the factor is ready before the power of two is.
-  own.scale[0] = own.scale[0] * (d[1] * high) * factor;
-  own.scale[1] = own.scale[1] * (d[0] * high) * factor;
-  own.scale[2] = own.scale[2] * (low * d[3]) * factor;
-  own.scale[3] = own.scale[3] * (low * d[2]) * factor;
-  own.denominator = product * unit;
-}
-
-// A matrix that Sinkhorn balances, entry (i, j) times the factors of row i and column j. The
-// latency of this chain bounds the job, so all lanes carry the whole matrix: no step has a shuffle.
 struct Balance {
   float c[kMaxDeviceStreams][kMaxDeviceStreams];
   Factors row, column;
 };
 
-// Softmax of each row, + eps. z: lane 2H + H i + j holds C[i][j].
+// One normalisation: each row (or column) i divided by its sum + eps. The sum is own_i * s_i with
+// s_i = sum_j matrix(i, j) * other_j, so the new factor is own_i / (own_i * s_i + eps), whose
+// inverse is s_i + eps / own_i.
+template <typename Entry>
+__device__ __forceinline__ void Normalise(float eps, const Factors& other, Factors& own,
+                                          Entry matrix) {
+#pragma unroll
+  for (int i = 0; i < kMaxDeviceStreams; ++i) {
+    float sum = eps * own.inverse[i];
+#pragma unroll
+    for (int j = 0; j < kMaxDeviceStreams; ++j) sum = fmaf(matrix(i, j), other.value[j], sum);
+    own.inverse[i] = sum;
+    own.value[i] = FastReciprocal(sum);
+  }
+}
+
+// Softmax of each row, + eps. z: lane 2H + H i + j holds C[i][j]. Rows and columns that are not
+// there have a one of their own.
 __device__ __forceinline__ void StartSinkhorn(float z, int streams, float eps, Balance& m) {
-  float sums[kMaxDeviceStreams];
 #pragma unroll
   for (int i = 0; i < kMaxDeviceStreams; ++i) {
     float top = -INFINITY;
@@ -68,7 +50,8 @@ __device__ __forceinline__ void StartSinkhorn(float z, int streams, float eps, B
     float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kMaxDeviceStreams; ++j) {
-      m.c[i][j] = i < streams && j < streams ? expf(m.c[i][j] - top) : 0.0f;
+      const bool there = i < streams && j < streams;
+      m.c[i][j] = there ? expf(m.c[i][j] - top) : i == j ? 1.0f : 0.0f;
       sum += m.c[i][j];
     }
     // e / sum + eps = (e + eps * sum) / sum: the division becomes the row's first factor.
@@ -76,16 +59,11 @@ __device__ __forceinline__ void StartSinkhorn(float z, int streams, float eps, B
     for (int j = 0; j < kMaxDeviceStreams; ++j) {
       if (i < streams && j < streams) m.c[i][j] = fmaf(eps, sum, m.c[i][j]);
     }
-    sums[i] = i < streams ? sum : 1.0f;
-    m.column.scale[i] = 1.0f;
+    m.row.inverse[i] = sum;
+    m.row.value[i] = FastReciprocal(sum);
+    m.column.inverse[i] = 1.0f;
+    m.column.value[i] = 1.0f;
   }
-  const float low = sums[0] * sums[1], high = sums[2] * sums[3];
-  m.row.scale[0] = sums[1] * high;
-  m.row.scale[1] = sums[0] * high;
-  m.row.scale[2] = low * sums[3];
-  m.row.scale[3] = low * sums[2];
-  m.row.denominator = low * high;
-  m.column.denominator = 1.0f;
 }
 
 // The rest of spec 2.2, step 4: columns, then rows and columns in turn. Lane H i + j gets
@@ -94,11 +72,11 @@ __device__ __forceinline__ float FinishSinkhorn(int streams, int iterations, flo
                                                 Balance& m) {
   const auto by_row = [&m](int i, int j) { return m.c[i][j]; };
   const auto by_column = [&m](int j, int i) { return m.c[i][j]; };
-  Normalise(streams, eps, m.row, m.column, by_column);
+  Normalise(eps, m.row, m.column, by_column);
 #pragma unroll 1
   for (int n = 1; n < iterations; ++n) {
-    Normalise(streams, eps, m.column, m.row, by_row);
-    Normalise(streams, eps, m.row, m.column, by_column);
+    Normalise(eps, m.column, m.row, by_row);
+    Normalise(eps, m.row, m.column, by_column);
   }
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   float entry = 0.0f;
@@ -107,11 +85,11 @@ __device__ __forceinline__ float FinishSinkhorn(int streams, int iterations, flo
 #pragma unroll
     for (int j = 0; j < kMaxDeviceStreams; ++j) {
       if (i < streams && j < streams && lane == streams * i + j) {
-        entry = m.c[i][j] * (m.row.scale[i] * m.column.scale[j]);
+        entry = m.c[i][j] * (m.row.value[i] * m.column.value[j]);
       }
     }
   }
-  return entry / (m.row.denominator * m.column.denominator);
+  return entry;
 }
 
 // One warp: post and comb of a row. z: the row's mix of this thread's lane.
@@ -120,7 +98,8 @@ __device__ __forceinline__ void BalanceRow(const SinkhornJob& job, int row, floa
   const int h = job.streams;
   Balance balance;
   StartSinkhorn(z, h, job.eps, balance);
-  if (lane >= h && lane < 2 * h) job.mix.post[row * h + lane - h] = 2.0f / (1.0f + expf(-z));
+  if (lane >= h && lane < 2 * h)
+    job.mix.post[row * h + lane - h] = 2.0f * FastReciprocal(1.0f + expf(-z));
   const float comb = FinishSinkhorn(h, job.iterations, job.eps, balance);
   if (lane < h * h) job.mix.comb[row * h * h + lane] = comb;
 }

@@ -32,6 +32,13 @@ __global__ void NarrowKernel(const float* x, int count, uint16_t* half, uint16_t
   pairs[i] = FloatsToBf162(x[i], x[count - 1 - i]);
 }
 
+__global__ void ReciprocalKernel(const float* x, int count, float* out) {
+  LaunchDependents();
+  GridDependencyWait();
+  const int i = static_cast<int>(GlobalIndex());
+  if (i < count) out[i] = FastReciprocal(x[i]);
+}
+
 __global__ void ExchangeKernel(const float* x, float* out) {
   LaunchDependents();
   const int lane = static_cast<int>(threadIdx.x);
@@ -332,6 +339,9 @@ void LaunchWiden(const LaunchContext& launch, const Widened& out) {
 void LaunchNarrow(const LaunchContext& launch, const float* x, int count, uint16_t* half,
                   uint16_t* bf16, uint32_t* pairs) {
   Launch(launch, BlocksFor(count, 64), 64, 0, NarrowKernel, x, count, half, bf16, pairs);
+}
+void LaunchReciprocal(const LaunchContext& launch, const float* x, int count, float* out) {
+  Launch(launch, BlocksFor(count, 64), 64, 0, ReciprocalKernel, x, count, out);
 }
 void LaunchExchange(const LaunchContext& launch, const float* x, float* out) {
   Launch(launch, 1, 32, 0, ExchangeKernel, x, out);

@@ -21,6 +21,9 @@ void LaunchWiden(const LaunchContext& launch, const Widened& out);
 void LaunchNarrow(const LaunchContext& launch, const float* x, int count, uint16_t* half,
                   uint16_t* bf16, uint32_t* pairs);
 
+// out[i] = FastReciprocal(x[i]), i < count.
+void LaunchReciprocal(const LaunchContext& launch, const float* x, int count, float* out);
+
 // x: [32] of one warp. out [lane][kExchanges]: from lane 3i, from lane ^ 5, from lane + 7, ballot
 // of x > 0, WarpSum, WarpMax, lane 2 of its four; of the bits of x the least, the greatest, their
 // sum and that of ints.

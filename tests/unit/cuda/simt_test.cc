@@ -47,6 +47,21 @@ TEST_F(SimtTest, WidensEveryHalfAndBf16) {
   }
 }
 
+TEST_F(SimtTest, FastReciprocalIsClose) {
+  std::vector<float> x;
+  for (int exponent = -125; exponent < 126; ++exponent) {
+    for (int step = 0; step < 50; ++step) {
+      x.push_back(std::ldexp(1.0f + 0.0199f * static_cast<float>(step), exponent));
+    }
+  }
+  const DeviceBuffer in = ToDevice(x), out = Zeros(x.size() * 4);
+  LaunchReciprocal(launch, in.as<float>(), static_cast<int>(x.size()), out.as<float>());
+  const auto got = ToHost<float>(out);
+  for (size_t i = 0; i < x.size(); ++i) {
+    ASSERT_NEAR(got[i] * static_cast<double>(x[i]), 1.0, 0x1p-22) << x[i];
+  }
+}
+
 // Every half and the points between it and the next: exactly half way (ties go to even), and one
 // float to either side.
 std::vector<float> FloatsAroundHalves() {
