@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kPreThreads = 128;
 constexpr int kPreWarps = kPreThreads / kWarpSize;
-constexpr int kPreBlocks = 8;  // on a multiprocessor
+constexpr int kPreBlocks = 7;  // on a multiprocessor
 constexpr int kCols = 4;       // of a thread in a slice
 constexpr int kSliceCols = kCols * kPreThreads;
 constexpr int kAheadParts = 128;             // whose sums are in flight at once
@@ -54,7 +54,7 @@ __device__ __forceinline__ float4 LoadQuad(const float* at, bool there) {
 template <int kStep, bool kWhole>
 struct PartQuads {
   static constexpr int kAhead = kAheadParts / kStep;  // loads in flight at once
-  float4 ahead[kAhead];
+  float4 ahead[kAhead] = {};
 
   __device__ __forceinline__ void Load(const float* from, int64_t stride, int first, int parts) {
 #pragma unroll
@@ -132,14 +132,13 @@ struct Collapse {
   float factor;  // of the norm
 };
 
-// This thread's columns of all streams, `from` those of the first one, `stride` from one to the
-// next.
+// This thread's columns of all streams, `from` those of the first one.
 template <bool kWhole>
-__device__ __forceinline__ void LoadStreams(const HcShape& shape, const float* from, int stride,
-                                            bool there, float4 (&x)[kStreams]) {
+__device__ __forceinline__ void LoadStreams(const HcShape& shape, const float* from, bool there,
+                                            float4 (&x)[kStreams]) {
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
-    x[j] = LoadQuad(from + j * stride, kWhole || (there && j < shape.streams));
+    x[j] = LoadQuad(from + j * shape.dim, kWhole || (there && j < shape.streams));
   }
 }
 __device__ __forceinline__ void CollapseCols(const float (&pre)[kStreams],
@@ -162,7 +161,7 @@ __device__ __forceinline__ float SquareOfRow(const HcShape& shape, const float* 
   for (int c = kCols * thread; c < shape.dim; c += kSliceCols) {
     float4 x[kStreams];
     float v[kCols];
-    LoadStreams<false>(shape, streams + c, shape.dim, true, x);
+    LoadStreams<false>(shape, streams + c, true, x);
     CollapseCols(pre, x, v);
 #pragma unroll
     for (int i = 0; i < kCols; ++i) sum = fmaf(v[i], v[i], sum);
@@ -174,7 +173,7 @@ __device__ __forceinline__ float SquareOfRow(const HcShape& shape, const float* 
   return SumOfSlot(sums, 0);
 }
 
-// From a row's sums, slot i in lane i of each warp. streams: the row's, or null for a rehearsal.
+// From a row's sums, slot i in lane i of each warp. streams: the row's.
 template <bool kWhole>
 __device__ __forceinline__ Collapse CollapseOf(const PreJob& job, const float* streams, float total,
                                                float scale, float base,
@@ -201,28 +200,18 @@ __device__ __forceinline__ Collapse CollapseOf(const PreJob& job, const float* s
   }
   float square = fmaf(2.0f, across, alone);
   // Where streams cancel each other, too few digits are left. The same for all blocks of the row.
-  if (streams != nullptr && square < kCancelled * alone) {
-    square = SquareOfRow(job.shape, streams, pre, sums);
-  }
+  if (square < kCancelled * alone) square = SquareOfRow(job.shape, streams, pre, sums);
   collapse.factor = rsqrtf(fmaf(square, job.inverse_dim, job.shape.norm_eps));
   return collapse;
 }
-
-// Where the rows are that a block reads.
-struct RowPlace {
-  const float* start = nullptr;  // four slots of the thread's first part
-  int64_t start_stride = 0;      // to the next part
-  const float* streams = nullptr;
-  int stride = 0;  // to the next stream
-};
 
 // kHead: of the chosen rows, and nobody needs other mixes than pre. Else the last blocks of the
 // grid's second dimension leave the mixes. kWhole: four streams, slices and rows of `out` are full,
 // all parts ahead are there, and a block has one slice.
 //
-// A kernel that runs once a layer finds its code and parameters in no cache. A few rows are ready
-// to go while the kernel ahead is still busy: then a first turn does all the work on norm weights,
-// in the place of everything that is not there yet, and stores nothing.
+// A kernel that runs once a layer finds its code and parameters in no cache. The blocks of a few
+// rows are there while the kernel ahead is still busy: then a first turn does all the work on
+// zeros, waits for no load, and stores nothing.
 template <bool kHead, bool kWhole>
 __global__ void __launch_bounds__(kPreThreads, kPreBlocks) HcPreKernel(const PreJob job) {
   constexpr int kQuads = kStartSlots / 4, kStep = kPreThreads / kQuads;  // four lanes a part
@@ -239,43 +228,44 @@ __global__ void __launch_bounds__(kPreThreads, kPreBlocks) HcPreKernel(const Pre
   const int quad = lane % kQuads, first = thread / kQuads;
   const int h = kWhole ? kStreams : job.shape.streams, dim = job.shape.dim;
   const int cols = static_cast<int>(job.out.cols);
-  int c = static_cast<int>(blockIdx.y) * kSliceCols + kCols * thread;
   const float base = lane < h ? job.base[lane] : 0.0f, scale = job.scale[0];
-  float4 weight = LoadQuad(job.norm_weight + c, kWhole || c < dim);
+  const int slice = static_cast<int>(blockIdx.y) * kSliceCols;
+  int c = slice + kCols * thread;
+  if (thread == 0) PrefetchL2(job.norm_weight + slice, 4 * min(kSliceCols, dim - slice));
   float* const share = &sums[warp][4 * quad + FoldedSum<16>(lane) % 4];
-  RowPlace place = {job.norm_weight, 0, job.norm_weight, 0};
+  const int64_t stride = job.rows * kStartSlots;
+  const float* start = job.start + first * stride + 4 * quad;
+  const float* streams = job.streams;
+  if (!kHead) {
+    start += t * kStartSlots;
+    streams += static_cast<int64_t>(t) * h * dim;
+  }
+  KeepAddress(start);
+  KeepAddress(streams);
+  PartQuads<kStep, kWhole> quads;
+  float4 x[kStreams] = {}, weight = {};
+  float used_base = 0.0f, used_scale = 0.0f;
 #pragma unroll 1
   for (int turn = kWhole ? job.rehearsals : 0; turn >= 0; --turn) {
     const bool counts = turn == 0;
     if (counts) {
-      place.start_stride = job.rows * kStartSlots;
-      place.start = job.start + first * place.start_stride + 4 * quad;
-      place.streams = job.streams;
-      place.stride = dim;
-      if (!kHead) {
-        place.start += t * kStartSlots;
-        place.streams += static_cast<int64_t>(t) * h * dim;
-      }
-      KeepAddress(place.start);
-      KeepAddress(place.streams);
       GridDependencyWait();
       if (kHead) {
         const int row = job.row_index[t];
-        place.start += row * kStartSlots;
-        place.streams += static_cast<int64_t>(row) * h * dim;
+        start += row * kStartSlots;
+        streams += static_cast<int64_t>(row) * h * dim;
       }
+      quads.Load(start, stride, first, job.shape.parts);
+      LoadStreams<kWhole>(job.shape, streams + c, c < dim, x);
+      weight = LoadQuad(job.norm_weight + c, kWhole || c < dim);
+      used_base = base, used_scale = scale;
     }
-    PartQuads<kStep, kWhole> quads;
-    quads.Load(place.start, place.start_stride, first, job.shape.parts);
-    float4 x[kStreams];
-    LoadStreams<kWhole>(job.shape, place.streams + c, place.stride, c < dim, x);
-    const float4 sum = quads.Sum(place.start, place.start_stride, first, job.shape.parts);
+    const float4 sum = quads.Sum(start, stride, first, counts ? job.shape.parts : 0);
     const float slots[4] = {sum.x, sum.y, sum.z, sum.w};
     *share = FoldSums<16, 4>(lane, slots);  // by two lanes each
     __syncthreads();
     const float total = SumOfSlot(sums, lane % kStartSlots);
-    const Collapse collapse =
-        CollapseOf<kWhole>(job, counts ? place.streams : nullptr, total, scale, base, sums);
+    const Collapse collapse = CollapseOf<kWhole>(job, streams, total, used_scale, used_base, sums);
     for (;;) {
       float v[kCols];
       CollapseCols(collapse.pre, x, v);
@@ -286,7 +276,7 @@ __global__ void __launch_bounds__(kPreThreads, kPreBlocks) HcPreKernel(const Pre
       if (kWhole || c + slices * kSliceCols >= cols) break;
       c += slices * kSliceCols;
       weight = LoadQuad(job.norm_weight + c, c < dim);
-      LoadStreams<kWhole>(job.shape, place.streams + c, dim, c < dim, x);
+      LoadStreams<kWhole>(job.shape, streams + c, c < dim, x);
     }
     if (!counts) __syncthreads();  // all warps have read the sums
   }
@@ -350,7 +340,7 @@ void LaunchHcPre(const LaunchContext& launch, const HcParams& params, int rows,
   const unsigned blocks = BlocksOfRow(launch, x);
   const bool whole = params.num_streams == kStreams && x.cols == params.hidden_dim &&
                      blocks * kSliceCols == x.cols && job.shape.parts >= kAheadParts;
-  job.rehearsals = int64_t{rows} * (blocks + 1) <= launch.num_sms ? 1 : 0;
+  job.rehearsals = int64_t{rows} * (blocks + 1) <= 2 * launch.num_sms ? 1 : 0;
   Launch(launch, dim3(static_cast<unsigned>(rows), blocks + 1), kPreThreads, 0,
          whole ? HcPreKernel<false, true> : HcPreKernel<false, false>, job);
 }
