@@ -562,15 +562,14 @@ void LaunchHcPost(const LaunchContext& launch, const HcParams& params, int rows,
   const RootProgram program = ProgramOf(roots);
   const PartSums all = SumsIn(partial, shape, rows);
   const bool plain = shape.streams == kStreams && program.count == 1 && shape.dim % kPartCols == 0;
-  if (plain && next_fn.rows == kMaxMixes &&
-      int64_t{rows} * shape.parts <= int64_t{kRowBlocks} * launch.num_sms) {
+  const int tile = RowTile(launch, shape.parts, rows);
+  if (plain && next_fn.rows == kMaxMixes && tile == 1) {
     const auto launch_rows = next_fn.dtype == DType::kF32   ? LaunchPostRows<DType::kF32>
                              : next_fn.dtype == DType::kF16 ? LaunchPostRows<DType::kF16>
                                                             : LaunchPostRows<DType::kBF16>;
     launch_rows(launch, shape, rows, program.data[0], mix, next_fn, streams, all);
     return;
   }
-  const int tile = RowTile(launch, shape.parts, rows);
   Launch(launch, PartGrid(shape.parts, rows, tile), kPartThreads, 0,
          plain ? HcPostKernel<true> : HcPostKernel<false>, shape, rows, tile, program, mix, next_fn,
          streams, all);
