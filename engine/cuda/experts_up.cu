@@ -140,8 +140,7 @@ __global__ void __launch_bounds__(kUpThreads, 1)
   MixedStream<UpSource> stream = {rings + warp * job.ring_bytes, job.ring_bytes, UpSource(item)};
   stream.source.end = num_shared;
   stream.Fill();
-  PrefetchShared(job.shapes[1][0]);
-  PrefetchShared(job.shapes[1][1]);
+  PrefetchShared(job);
   if (job.table_bytes != 0) LoadIq2Tables(reinterpret_cast<uint32_t*>(memory));
   GridDependencyWait();
   LaunchDependents();  // not earlier: see above

@@ -46,7 +46,9 @@ struct Team {
 // The items of a team: every count-th shared item, then a range of the routed ones, so that all
 // teams have about the same to do.
 __device__ __forceinline__ int SharedItemsOf(const UpKernelJob& job, Team team) {
-  return team.index < job.shared_items ? (job.shared_items - team.index - 1) / team.count + 1 : 0;
+  if (team.index >= job.shared_items) return 0;
+  // A division takes a while.
+  return job.shared_items <= team.count ? 1 : (job.shared_items - team.index - 1) / team.count + 1;
 }
 
 // End of the routed items of all teams before this one. The first `heavy` teams have one shared
@@ -106,9 +108,12 @@ struct UpCursor {
     new_rows = true;
     if (index < num_shared) {
       const int item = team.index + index * team.count;
-      const int x_tiles = TilesOf(job.x);
-      row_block = item / x_tiles;
-      first = item % x_tiles * kGroupPairs;
+      row_block = item;
+      first = 0;
+      if (const int x_tiles = TilesOf(job.x); x_tiles > 1) {
+        row_block = item / x_tiles;
+        first = item % x_tiles * kGroupPairs;
+      }
       count = min(kGroupPairs, job.x.rows - first);
       return;
     }
@@ -140,13 +145,17 @@ __device__ __forceinline__ int SliceBlocks(int slice, int blocks) {
 }
 
 // Asks for this block's part of the shared expert's weights: they do not depend on the routing.
-__device__ __forceinline__ void PrefetchShared(const MatrixShape& w) {
+__device__ __forceinline__ void PrefetchShared(const UpKernelJob& job) {
   constexpr int kPiece = 4096;
-  const int64_t pieces = w.matrix_bytes / kPiece;
-  const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(threadIdx.x) * gridDim.x + blockIdx.x; i < pieces;
-       i += threads) {
-    PrefetchL2(w.data + i * kPiece, kPiece);
+  const int64_t bytes = min(job.shapes[1][0].matrix_bytes, job.shapes[1][1].matrix_bytes);
+  const auto pieces = static_cast<int>(bytes / kPiece);
+  const int threads = static_cast<int>(gridDim.x * blockDim.x);
+  // Of different sizes, the larger matrix's rest comes without this.
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x * gridDim.x + blockIdx.x); i < pieces; i += threads) {
+    const int64_t at = int64_t{i} * kPiece;
+    PrefetchL2(job.shapes[1][0].data + at, kPiece);
+    PrefetchL2(job.shapes[1][1].data + at, kPiece);
   }
 }
 

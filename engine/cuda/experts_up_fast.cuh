@@ -415,8 +415,7 @@ __global__ void __launch_bounds__(kTeams<kType>* kTeamThreads, kTeamsAnSm / kTea
     ring.SetNext(next);
     ring.Begin();
   }
-  PrefetchShared(job.shapes[1][0]);
-  PrefetchShared(job.shapes[1][1]);
+  PrefetchShared(job);
   if constexpr (kHasTable) {
     static_assert(kIq2Halves == 2 * kTeamThreads);
     StoreIq2Pattern(room.table, thread, pattern);
