@@ -159,10 +159,10 @@ struct HalfDecoder {
 };
 
 // Four steps a unit. OwnScales(u): dw of rows g, g + 8 in step 4u + t, of lane 4g + t.
-template <DType kType, class Tables>
+template <DType kType>
 struct RowDecoder : ChunkDecoder<kType> {
   const std::byte* start;
-  __device__ __forceinline__ RowDecoder(const std::byte* at, const Tables&)
+  __device__ __forceinline__ explicit RowDecoder(const std::byte* at)
       : ChunkDecoder<kType>(at, nullptr), start(at) {}
 
   __device__ __forceinline__ float2 OwnScales(int u) const {
@@ -181,23 +181,6 @@ struct RowDecoder : ChunkDecoder<kType> {
       return make_float2(this->d[0].x, this->d[1].x);
     }
   }
-};
-
-template <class Tables>
-struct RowDecoder<DType::kIQ2_XXS, Tables> {
-  static constexpr bool kHasMin = false;
-  const std::byte* chunk;
-  const Tables& tables;
-  uint4 unit = {};
-  Iq2Scales scales;
-
-  __device__ __forceinline__ RowDecoder(const std::byte* at, const Tables& own)
-      : chunk(at), tables(own), scales(at) {}
-  __device__ __forceinline__ void Step(int s, StepWeights& w) {
-    if (s % 4 == 0) unit = Load16(chunk + 128 * s + 16 * LaneId());
-    Iq2Step(tables, unit, s % 4, w);
-  }
-  __device__ __forceinline__ float2 OwnScales(int u) const { return scales.Own(u); }
 };
 
 // ---- One or two rows of x.
@@ -312,6 +295,42 @@ __device__ __forceinline__ void SumOverLanes(float (&sum)[kRows][2]) {
   }
 }
 
+// AddUnits of kChunks chunks of IQ2_XXS, one after the other in shared memory. The units of a chunk
+// take turns, so that a matrix instruction need not wait for the one before it.
+template <int kChunks, int kRows, class Tables>
+__device__ __forceinline__ void AddIq2Chunks(const std::byte* chunks, const RowsX<kRows>& x,
+                                             const Tables& tables, float (&sum)[kRows][2]) {
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    const std::byte* chunk = chunks + c * kChunkBytes<DType::kIQ2_XXS>;
+    const uint4 unit[2] = {Load16(chunk + 16 * LaneId()), Load16(chunk + 512 + 16 * LaneId())};
+    const Iq2Scales scales(chunk);
+    int products[2][4] = {{kSumBase, kSumBase, kSumBase, kSumBase},
+                          {kSumBase, kSumBase, kSumBase, kSumBase}};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        StepWeights w;
+        Iq2Step(tables, unit[u], i, w);
+        const uint64_t q = x.q[4 * (2 * c + u) + i];
+        const uint32_t b[2] = {static_cast<uint32_t>(q), static_cast<uint32_t>(q >> 32)};
+        MmaS8(products[u], w.a, b);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const float2 own = scales.Own(u);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float dx = x.scale[2 * c + u][r];
+        sum[r][0] = fmaf(own.x * dx, SumToFloat(products[u][r]), sum[r][0]);
+        sum[r][1] = fmaf(own.y * dx, SumToFloat(products[u][2 + r]), sum[r][1]);
+      }
+    }
+  }
+}
+
 // Weight rows g, g + 8 of one slice part for each row of x, in every lane of g. kType: of the part.
 template <DType kType, int kRows, class Ring, class Tables>
 __device__ __forceinline__ void DotPart(Ring& ring, const RowsX<kRows>& x, int columns,
@@ -326,13 +345,21 @@ __device__ __forceinline__ void DotPart(Ring& ring, const RowsX<kRows>& x, int c
       AddUnits<1>(decoder, x, half, sum);
       ring.Release();
     }
+  } else if constexpr (kType == DType::kIQ2_XXS) {
+    const std::byte* chunks = ring.Wait();
+    if (columns == 2) {
+      AddIq2Chunks<2>(chunks, x, tables, sum);
+    } else {
+      AddIq2Chunks<1>(chunks, x, tables, sum);
+    }
+    ring.Release();
   } else {
 #pragma unroll
     for (int block = 0; block < 2; ++block) {
       if (block >= columns) break;
       constexpr bool kTwo = kStages<kType> == 1;
       const std::byte* chunk = ring.Wait() + (kTwo ? block * kChunkBytes<kType> : 0);
-      RowDecoder<kType, Tables> decoder(chunk, tables);
+      RowDecoder<kType> decoder(chunk);
       AddUnits<2>(decoder, x, 2 * block, sum);
       if (!kTwo || block + 1 == columns) ring.Release();
     }

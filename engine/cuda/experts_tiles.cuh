@@ -187,7 +187,7 @@ __device__ __forceinline__ void DotTiles(Ring& ring, const SpreadX<kType, kRows>
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       ClearFew(sum[tile]);
-      RowDecoder<kType, LaneTables> decoder(at + tile * kChunkBytes<kType>, tables);
+      RowDecoder<kType> decoder(at + tile * kChunkBytes<kType>);
       AddUnits<2>(decoder, x, 0, sum[tile]);
     }
     ring.Release();
