@@ -189,6 +189,8 @@ struct RowDecoder : ChunkDecoder<kType> {
 // zeros.
 template <int kRows>
 struct RowsX {
+  static constexpr int kCount = kRows;
+  static constexpr int kPairs = 1;  // matrix instructions a step
   uint64_t
       q[16];  // of step s, in the lanes that give columns 2 (s mod 4), + 1; zeros in the others
   float scale[4][kRows];  // of step 4u + t
@@ -199,6 +201,9 @@ struct RowsX {
 #pragma unroll
     for (int i = 0; i < 4; ++i) q[4 * u + i] = (kRows == 1 ? g == 2 * i : g / 2 == i) ? own : 0;
   }
+  // What a lane gives in step 4u + i.
+  __device__ __forceinline__ uint64_t Q(int, int u, int i) const { return q[4 * u + i]; }
+  __device__ __forceinline__ float Scale(int u, int r) const { return scale[u][r]; }
 };
 
 // Units of 128 columns, before their values are spread over the steps.
@@ -244,6 +249,33 @@ struct OwnRows {
     }
   }
 };
+
+// One slice of four rows, in pairs. Steps are told apart when they are used: spread, they would
+// take too many registers.
+struct PairsX {
+  static constexpr int kCount = 4;
+  static constexpr int kPairs = 2;
+  OwnRows<2, 4> pair[2];
+
+  __device__ __forceinline__ uint64_t Q(int p, int u, int i) const {
+    return LaneId() / 8 == i ? pair[p].q[u] : 0;
+  }
+  __device__ __forceinline__ float Scale(int u, int r) const { return pair[r / 2].scale[u][r % 2]; }
+};
+
+// x: rows of the view, by number, in one slice.
+template <int kRows>
+__device__ __forceinline__ void LoadSlice(const ActivationView& view, const int (&rows)[kRows],
+                                          int block, int columns, RowsX<kRows>& x) {
+  OwnRows<kRows, 4> own;
+  own.Load(view, rows, block, columns);
+  own.SpreadTo(x);
+}
+__device__ __forceinline__ void LoadSlice(const ActivationView& view, const int (&rows)[4],
+                                          int block, int columns, PairsX& x) {
+#pragma unroll
+  for (int p = 0; p < 2; ++p) x.pair[p].Load(view, {rows[2 * p], rows[2 * p + 1]}, block, columns);
+}
 
 // sum[r] of lane 4g + t (weight rows g, g + 8) += the steps 4 (first + u) + t.
 template <int kUnits, int kRows, class Decoder>
@@ -297,46 +329,57 @@ __device__ __forceinline__ void SumOverLanes(float (&sum)[kRows][2]) {
 
 // AddUnits of kChunks chunks of IQ2_XXS, one after the other in shared memory. The units of a chunk
 // take turns, so that a matrix instruction need not wait for the one before it.
-template <int kChunks, int kRows, class Tables>
-__device__ __forceinline__ void AddIq2Chunks(const std::byte* chunks, const RowsX<kRows>& x,
-                                             const Tables& tables, float (&sum)[kRows][2]) {
+template <int kChunks, class X, class Tables>
+__device__ __forceinline__ void AddIq2Chunks(const std::byte* chunks, const X& x,
+                                             const Tables& tables, float (&sum)[X::kCount][2]) {
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
     const std::byte* chunk = chunks + c * kChunkBytes<DType::kIQ2_XXS>;
     const uint4 unit[2] = {Load16(chunk + 16 * LaneId()), Load16(chunk + 512 + 16 * LaneId())};
     const Iq2Scales scales(chunk);
-    int products[2][4] = {{kSumBase, kSumBase, kSumBase, kSumBase},
-                          {kSumBase, kSumBase, kSumBase, kSumBase}};
+    int products[2][X::kPairs][4];
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+#pragma unroll
+      for (int p = 0; p < X::kPairs; ++p) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) products[u][p][i] = kSumBase;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
         StepWeights w;
         Iq2Step(tables, unit[u], i, w);
-        const uint64_t q = x.q[4 * (2 * c + u) + i];
-        const uint32_t b[2] = {static_cast<uint32_t>(q), static_cast<uint32_t>(q >> 32)};
-        MmaS8(products[u], w.a, b);
+#pragma unroll
+        for (int p = 0; p < X::kPairs; ++p) {
+          const uint64_t q = x.Q(p, 2 * c + u, i);
+          const uint32_t b[2] = {static_cast<uint32_t>(q), static_cast<uint32_t>(q >> 32)};
+          MmaS8(products[u][p], w.a, b);
+        }
       }
     }
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       const float2 own = scales.Own(u);
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const float dx = x.scale[2 * c + u][r];
-        sum[r][0] = fmaf(own.x * dx, SumToFloat(products[u][r]), sum[r][0]);
-        sum[r][1] = fmaf(own.y * dx, SumToFloat(products[u][2 + r]), sum[r][1]);
+      for (int r = 0; r < X::kCount; ++r) {
+        const float dx = x.Scale(2 * c + u, r);
+        const int(&product)[4] = products[u][r / 2];
+        sum[r][0] = fmaf(own.x * dx, SumToFloat(product[r % 2]), sum[r][0]);
+        sum[r][1] = fmaf(own.y * dx, SumToFloat(product[2 + r % 2]), sum[r][1]);
       }
     }
   }
 }
 
 // Weight rows g, g + 8 of one slice part for each row of x, in every lane of g. kType: of the part.
-template <DType kType, int kRows, class Ring, class Tables>
-__device__ __forceinline__ void DotPart(Ring& ring, const RowsX<kRows>& x, int columns,
-                                        const Tables& tables, float (&sum)[kRows][2]) {
+template <DType kType, class X, class Ring, class Tables>
+__device__ __forceinline__ void DotPart(Ring& ring, const X& x, int columns, const Tables& tables,
+                                        float (&sum)[X::kCount][2]) {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = 0.0f;
+  for (int r = 0; r < X::kCount; ++r) sum[r][0] = sum[r][1] = 0.0f;
   if constexpr (kType == DType::kQ8_0) {
 #pragma unroll
     for (int half = 0; half < 4; ++half) {

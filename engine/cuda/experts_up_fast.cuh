@@ -203,24 +203,22 @@ __device__ __forceinline__ void StoreRows(const UpKernelJob& job, const float (&
   }
 }
 
-// One warp's products for one routed item with at most kRows rows of x, given by number. x: of the
-// warp's slice, where it has no other; `load` it first.
-template <DType kType, int kSliceFloats, int kRows, class Ring, class Tables>
+// One warp's products for one routed item with few rows of x, given by number. x: of the warp's
+// slice, where it has no other; `load` it first.
+template <DType kType, int kSliceFloats, class X, class Ring, class Tables>
 __device__ __forceinline__ void MultiplyRows(const UpKernelJob& job, Ring& ring,
-                                             const int (&rows)[kRows], bool load, RowsX<kRows>& x,
+                                             const int (&rows)[X::kCount], bool load, X& x,
                                              const Tables& tables, float* partial) {
   RingView<Ring, false> view{ring};
 #pragma unroll 1
   for (int slice = ring.own_slice; slice < job.num_slices; slice += kSliceWarps) {
     const int columns = SliceBlocks(slice, job.shapes[0][0].blocks);
     if (load || job.num_slices > kSliceWarps) {
-      OwnRows<kRows, 4> own;
-      own.Load(job.x, rows, slice * (kSliceCols / 32), columns);
-      own.SpreadTo(x);
+      LoadSlice(job.x, rows, slice * (kSliceCols / 32), columns, x);
     }
 #pragma unroll 1
     for (int unit = 0; unit < 2 * kItemTiles; ++unit) {
-      float sum[kRows][2];
+      float sum[X::kCount][2];
       DotPart<kType>(view, x, columns, tables, sum);
       StoreRows<kSliceFloats>(job, sum, unit, slice, partial);
     }
@@ -338,10 +336,10 @@ struct UpTeam {
       Step(weight, multiply);
     } while (index < num_items && !next.new_rows);
   }
-  // Items with at most kRows rows: x stays in registers.
-  template <int kRows>
-  __device__ __forceinline__ void RunRows(const int (&rows)[kRows], float weight) {
-    RowsX<kRows> x = {};
+  // Items with few rows: x stays in registers.
+  template <class X>
+  __device__ __forceinline__ void RunRows(const int (&rows)[X::kCount], float weight) {
+    X x = {};
     bool load = true;
     Run(weight, [&](const UpCursor&, float* sums) {
       MultiplyRows<kType, kPartialFloats>(job, ring, rows, load, x, tables, sums);
@@ -362,12 +360,16 @@ struct UpTeam {
       LoadRows(job, next, x_rows, weight);
       if (next.shared) {
         RunGroup<DType::kQ8_0, true>(weight);
-      } else if (next.count > 2) {
-        RunGroup<kType, false>(weight);
+      } else if (next.count == 1) {
+        RunRows<RowsX<1>>({x_rows[0]}, weight);
       } else if (next.count == 2) {
-        RunRows<2>({x_rows[0], x_rows[1]}, weight);
+        RunRows<RowsX<2>>({x_rows[0], x_rows[1]}, weight);
+      } else if (kType == DType::kIQ2_XXS && next.count <= PairsX::kCount) {
+        if constexpr (kType == DType::kIQ2_XXS) {
+          RunRows<PairsX>({x_rows[0], x_rows[1], x_rows[2], x_rows[3]}, weight);
+        }
       } else {
-        RunRows<1>({x_rows[0]}, weight);
+        RunGroup<kType, false>(weight);
       }
     }
   }
