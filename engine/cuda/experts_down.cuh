@@ -259,7 +259,8 @@ struct NextX {
   int first = 0;
   int count = 0;
   OwnRows<2, 2> few = {};  // of one row or two
-  BlockX<2> many = {};     // of more
+  // Of more; of Q2_K, the first four.
+  std::conditional_t<kType == DType::kQ2_K, FourRows, BlockX<2>> many = {};
 
   // The last group again, past the end.
   __device__ __forceinline__ void Ask(int group) {
@@ -268,6 +269,8 @@ struct NextX {
     count = place % 16;
     if (count <= 2) {
       hidden.Load({first, first + count - 1}, few);
+    } else if constexpr (kType == DType::kQ2_K) {
+      many.Load(job.hidden, block, first, count);
     } else {
       LoadTogether(job.hidden, block, first, count, many);
     }
@@ -338,6 +341,37 @@ __device__ __forceinline__ void AddMany(Ring& ring, NextX<kType>& next, int grou
   }
 }
 
+// The same of Q2_K, four rows at a time.
+template <class Ring>
+__device__ __forceinline__ void AddFours(Ring& ring, NextX<DType::kQ2_K>& next, int group,
+                                         const HalvesMask& mask, float* sums) {
+  const int t = LaneId() % 4;
+  const int first = next.first, count = next.count;
+  FourRows own = next.many;
+  next.Ask(group + 1);
+  const std::byte* chunks = ring.Wait();
+#pragma unroll 1
+  for (int begin = 0; begin < count; begin += 4) {
+    if (begin > 0) own.Load(next.job.hidden, next.block, first + begin, count - begin);
+    const int row = begin + t < count ? next.lists.rows[first + begin + t] : -1;
+    float sum[kWidth][2];
+    DotFourHalves<kWidth, kChunkBytes<DType::kQ2_K>>(chunks, FourHalvesX(own, mask), sum);
+    const int left = __shfl_sync(kFullMask, row, max(LaneId() - 1, 0));
+    const bool twice = __ballot_sync(kFullMask, t > 0 && row >= 0 && left == row) != 0;
+    const int turns = twice ? 4 : 1;
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+      if (row >= 0 && (!twice || t == turn)) {
+        float* to = sums + row * kRowSums + LaneId() / 4;
+#pragma unroll
+        for (int i = 0; i < 2 * kWidth; ++i) to[8 * i] += sum[i / 2][i % 2];
+      }
+      __syncwarp();
+    }
+  }
+  ring.Release();
+}
+
 // One set of row tiles for the rows of a block: `sums` [rows][kRowSums] of the warp.
 template <DType kType, class Ring>
 __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, int block,
@@ -356,7 +390,11 @@ __device__ __forceinline__ void SumGroups(const DownKernelJob& job, Ring& ring, 
       AddFew(ring, next, group, mask, tables, sums);
     }
     if (group == lists.num_groups) break;
-    AddMany(ring, next, group, sums);
+    if constexpr (kType == DType::kQ2_K) {
+      AddFours(ring, next, group, mask, sums);
+    } else {
+      AddMany(ring, next, group, sums);
+    }
     ++group;
   }
 }

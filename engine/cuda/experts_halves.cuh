@@ -31,6 +31,15 @@ struct HalvesMask {
   }
 };
 
+// The sums of columns 2t and 2t + 1, an int16 each.
+__device__ __forceinline__ int SumHalves(const uint32_t (&columns)[2]) {
+  constexpr uint32_t kOnes[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
+  int totals[4] = {};
+  MmaS8(totals, kOnes, columns);
+  return static_cast<int>(
+      __byte_perm(static_cast<uint32_t>(totals[0]), static_cast<uint32_t>(totals[1]), 0x5410));
+}
+
 // One to two rows of x for one chunk of Q2_K. A scale and a minimum belong to 16 columns, half a
 // step. Rows of x stand in columns 2i (first halves of steps 2i, 2i + 1) and 2i + 1 (second
 // halves), so that lane 4g + t is left with the sums of both halves of its steps before they are
@@ -59,11 +68,7 @@ struct HalvesX {
           }
           halves[i] = values[i] & mask.half;
         }
-        constexpr uint32_t kOnes[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
-        int totals[4] = {};
-        MmaS8(totals, kOnes, halves);
-        sums[r][u] = static_cast<int>(__byte_perm(static_cast<uint32_t>(totals[0]),
-                                                  static_cast<uint32_t>(totals[1]), 0x5410));
+        sums[r][u] = SumHalves(halves);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           q[r][2 * i + u][0] = values[0] & mask.step[i];
@@ -75,12 +80,32 @@ struct HalvesX {
   }
 };
 
-// products[r]: of both halves of step 2t (0, 1: weight row g; 2, 3: row g + 8, 16 times as large)
-// and of step 2t + 1. scales, minima: of these halves, a byte each.
-template <int kRow, int kRows>
+// What a matrix instruction takes of one step. Codes of row g + 8 stay where they are, 16 times as
+// large.
+__device__ __forceinline__ void HalvesCodes(uint32_t word, uint32_t (&a)[4]) {
+  a[0] = word & 0x03030303u;
+  a[1] = word & 0x30303030u;
+  a[2] = word >> 2 & 0x03030303u;
+  a[3] = word >> 2 & 0x30303030u;
+}
+
+// One row's d, dmin; of row g + 8 (kRow == 1) d is made to fit its codes.
+template <int kRow>
+__device__ __forceinline__ float2 HalvesFactors(const std::byte* chunk) {
+  const int g = LaneId() / 4;
+  float2 d = Half2ToFloat2(*reinterpret_cast<const uint32_t*>(chunk + 1280 + 32 * kRow + 4 * g));
+  if (kRow == 1) d.x *= 0.0625f;
+  return d;
+}
+
+// A weight row's sum t: even, odd are the products of both halves of steps 2t, 2t + 1 (0, 1: row g,
+// 2, 3: row g + 8). bytes: scale and minimum of these halves. sums, scale: of x in these steps.
+template <int kRow>
 __device__ __forceinline__ float ScaledHalves(const int (&even)[4], const int (&odd)[4],
-                                              uint32_t scales, uint32_t minima, float2 d,
-                                              const HalvesX<kRows>& x, int r) {
+                                              uint32_t bytes, float2 d, const int* sums,
+                                              const float* scale) {
+  const uint32_t scales = bytes & 0x0f0f0f0fu;
+  const auto minima = static_cast<int>(bytes >> 4 & 0x0f0f0f0fu);
   int product[2];
   if constexpr (kRow == 0) {
     // At most 16 * 3 * 127, two to a word.
@@ -91,17 +116,16 @@ __device__ __forceinline__ float ScaledHalves(const int (&even)[4], const int (&
     product[0] = __dp2a_lo(pair(even), static_cast<int>(scales), kSumBase);
     product[1] = __dp2a_hi(pair(odd), static_cast<int>(scales), kSumBase);
   } else {
-    const auto scale = [scales](uint32_t i) {
+    const auto own = [scales](uint32_t i) {
       return static_cast<int>(__byte_perm(scales, 0, 0x4440u + i));
     };
-    product[0] = scale(0) * even[2] + (scale(1) * even[3] + kSumBase);
-    product[1] = scale(2) * odd[2] + (scale(3) * odd[3] + kSumBase);
+    product[0] = own(0) * even[2] + (own(1) * even[3] + kSumBase);
+    product[1] = own(2) * odd[2] + (own(3) * odd[3] + kSumBase);
   }
-  const int minimum[2] = {__dp2a_lo(x.sums[r][0], static_cast<int>(minima), kSumBase),
-                          __dp2a_hi(x.sums[r][1], static_cast<int>(minima), kSumBase)};
-  const float first = x.scale[r][0], second = x.scale[r][1];
-  const float total = fmaf(second, SumToFloat(product[1]), first * SumToFloat(product[0]));
-  const float under = fmaf(second, SumToFloat(minimum[1]), first * SumToFloat(minimum[0]));
+  const int minimum[2] = {__dp2a_lo(sums[0], minima, kSumBase),
+                          __dp2a_hi(sums[1], minima, kSumBase)};
+  const float total = fmaf(scale[1], SumToFloat(product[1]), scale[0] * SumToFloat(product[0]));
+  const float under = fmaf(scale[1], SumToFloat(minimum[1]), scale[0] * SumToFloat(minimum[0]));
   return fmaf(-d.y, under, d.x * total);
 }
 
@@ -123,11 +147,8 @@ __device__ __forceinline__ void DotHalves(const std::byte* chunks, const HalvesX
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        // Codes of row g + 8 stay where they are, 16 times as large.
-        const uint32_t word = Word(codes[tile], i);
-        const uint32_t next = word >> 2;
-        const uint32_t a[4] = {word & 0x03030303u, word & 0x30303030u, next & 0x03030303u,
-                               next & 0x30303030u};
+        uint32_t a[4];
+        HalvesCodes(Word(codes[tile], i), a);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           MmaS8(products[tile][r][i % 2], a, x.q[r][4 * unit + i]);
@@ -137,79 +158,96 @@ __device__ __forceinline__ void DotHalves(const std::byte* chunks, const HalvesX
   }
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    const std::byte* scales = chunks + tile * kApart + 1024 + 4 * lane;
-    const std::byte* factors = chunks + tile * kApart + 1280 + 4 * (lane / 4);
-    const auto word = [](const std::byte* at) { return *reinterpret_cast<const uint32_t*>(at); };
-    const uint32_t own[2] = {word(scales), word(scales + 128)};
-    const float2 low = Half2ToFloat2(word(factors));
-    float2 high = Half2ToFloat2(word(factors + 32));
-    high.x *= 0.0625f;
+    const std::byte* chunk = chunks + tile * kApart;
+    const auto bytes = [chunk, lane](int k) {
+      return *reinterpret_cast<const uint32_t*>(chunk + 1024 + 128 * k + 4 * lane);
+    };
+    const float2 low = HalvesFactors<0>(chunk), high = HalvesFactors<1>(chunk);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int(&even)[4] = products[tile][r][0];
       const int(&odd)[4] = products[tile][r][1];
-      sum[tile][r][0] =
-          ScaledHalves<0>(even, odd, own[0] & 0x0f0f0f0fu, own[0] >> 4 & 0x0f0f0f0fu, low, x, r);
-      sum[tile][r][1] =
-          ScaledHalves<1>(even, odd, own[1] & 0x0f0f0f0fu, own[1] >> 4 & 0x0f0f0f0fu, high, x, r);
+      sum[tile][r][0] = ScaledHalves<0>(even, odd, bytes(0), low, x.sums[r], x.scale[r]);
+      sum[tile][r][1] = ScaledHalves<1>(even, odd, bytes(1), high, x.sums[r], x.scale[r]);
     }
   }
 }
 
-// ---- A group of up to 8 rows of x, a column for each; total is laid out as in dot.cuh.
+// ---- Three or four rows of x: row j stands in columns 2j (first halves) and 2j + 1 (second ones)
+// of all steps, so that lane 4g + t has all four sums of row t.
 
-__device__ __forceinline__ void DotHalvesGroup(const std::byte* chunk, const BlockX<2>& x,
-                                               float (&total)[4]) {
+struct FourRows {
+  uint64_t q[8];   // of step s, row g / 2, quarter t
+  float scale[8];  // of step s, row t
+
+  // Rows first .. of the view, count of them (the last stands for those that are not there).
+  __device__ __forceinline__ void Load(const ActivationView& x, int block, int first, int count) {
+    const int tiles = TilesOf(x);
+    const int t = LaneId() % 4;
+    const int given = first + min(LaneId() / 8, count - 1);
+    const int taken = first + min(t, count - 1);
+    const uint64_t* from = x.q + (block * tiles * 32 + given * 4 + t);
+    const float* from_scale = x.scale + (block * (8 * tiles) + taken);
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      q[s] = __ldcg(from);
+      scale[s] = __ldcg(from_scale);
+      from += 32 * tiles;
+      from_scale += 8 * tiles;
+    }
+  }
+};
+
+struct FourHalvesX {
+  uint32_t q[8][2];
+  int sums[8];  // of x in both halves of step s of row t, an int16 each
+  float scale[8];
+
+  __device__ __forceinline__ FourHalvesX(const FourRows& own, const HalvesMask& mask) {
+#pragma unroll
+    for (int s = 0; s < 8; ++s) {
+      q[s][0] = static_cast<uint32_t>(own.q[s]) & mask.half;
+      q[s][1] = static_cast<uint32_t>(own.q[s] >> 32) & mask.half;
+      sums[s] = SumHalves(q[s]);
+      scale[s] = own.scale[s];
+    }
+  }
+};
+
+// sum[tile]: weight rows g, g + 8, x row t.
+template <int kTiles, int kApart>
+__device__ __forceinline__ void DotFourHalves(const std::byte* chunks, const FourHalvesX& x,
+                                              float (&sum)[kTiles][2]) {
   const int lane = LaneId();
-  uint4 codes[2], scales[2];
-  float2 d[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    codes[i] = Load16(chunk + 512 * i + 16 * lane);
-    scales[i] = Load16(chunk + 1024 + 128 * i + 16 * (lane / 4));
-    d[i] =
-        Half2ToFloat2(*reinterpret_cast<const uint32_t*>(chunk + 1280 + 32 * i + 4 * (lane / 4)));
-  }
-  float sum[4][4];
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const std::byte* chunk = chunks + tile * kApart;
+    const float2 low = HalvesFactors<0>(chunk), high = HalvesFactors<1>(chunk);
+    uint4 bytes[2];
 #pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    float products[4], minima[4];
+    for (int k = 0; k < 2; ++k) bytes[k] = Load16(chunk + 1024 + 128 * k + 16 * (lane / 4));
+    uint4 codes = {};
+    float part[4][2];
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
-      const int s = 2 * t + u;
-      // The lane's columns lie in one half of the step: its scale goes into the codes, at most
-      // 3 * 15.
-      const uint32_t half = static_cast<uint32_t>(2 * u + lane % 4 / 2);
-      const uint32_t word = Word(codes[s / 4], s % 4);
-      uint32_t a[4], low[2];
+    for (int t = 0; t < 4; ++t) {
+      if (t % 2 == 0) codes = Load16(chunk + 256 * t + 16 * lane);
+      int products[2][4] = {};
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint32_t four = Word(scales[k], t);
-        const uint32_t scale = __byte_perm(four & 0x0f0f0f0fu, 0, 0x4440u + half);
-        a[k] = (word >> (4 * k) & 0x03030303u) * scale;
-        a[2 + k] = (word >> (4 * k + 2) & 0x03030303u) * scale;
-        low[k] = __byte_perm(four >> 4 & 0x0f0f0f0fu, 0, 0x1111u * half);
+      for (int u = 0; u < 2; ++u) {
+        uint32_t a[4];
+        HalvesCodes(Word(codes, t % 2 * 2 + u), a);
+        MmaS8(products[u], a, x.q[2 * t + u]);
       }
-      const uint32_t b[2] = {static_cast<uint32_t>(x.q[s]), static_cast<uint32_t>(x.q[s] >> 32)};
-      int product[4] = {kSumBase, kSumBase, kSumBase, kSumBase};
-      MmaS8(product, a, b);
-      int minimum[4] = {kSumBase, kSumBase, kSumBase, kSumBase};
-      MmaS8(minimum, {low[0], low[1], low[0], low[1]}, b);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float dx = x.scale[s][j % 2];
-        const float value = SumToFloat(product[j]), least = SumToFloat(minimum[j]);
-        products[j] = u == 0 ? dx * value : fmaf(dx, value, products[j]);
-        minima[j] = u == 0 ? dx * least : fmaf(dx, least, minima[j]);
-      }
+      const int* sums = x.sums + 2 * t;
+      const float* scale = x.scale + 2 * t;
+      part[t][0] = ScaledHalves<0>(products[0], products[1], Word(bytes[0], t), low, sums, scale);
+      part[t][1] = ScaledHalves<1>(products[0], products[1], Word(bytes[1], t), high, sums, scale);
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      sum[t][j] = fmaf(-d[j / 2].y, minima[j], d[j / 2].x * products[j]);
+    for (int k = 0; k < 2; ++k) {
+      sum[tile][k] = (part[0][k] + part[1][k]) + (part[2][k] + part[3][k]);
     }
   }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) total[j] = (sum[0][j] + sum[1][j]) + (sum[2][j] + sum[3][j]);
 }
 
 }  // namespace ds4::cuda

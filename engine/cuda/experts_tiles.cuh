@@ -194,18 +194,12 @@ __device__ __forceinline__ void DotTiles(Ring& ring, const SpreadX<kType, kRows>
   }
 }
 
-// With up to 8 rows. total[tile]: laid out as in dot.cuh.
+// With up to 8 rows; not of Q2_K. total[tile]: laid out as in dot.cuh.
 template <DType kType, int kTiles, class Ring>
 __device__ __forceinline__ void DotTilesGroup(Ring& ring, const BlockX<2>& x,
                                               float (&total)[kTiles][4]) {
-  if constexpr (kType == DType::kQ2_K) {
-    const std::byte* at = ring.Wait();
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      DotHalvesGroup(at + tile * kChunkBytes<kType>, x, total[tile]);
-    }
-    ring.Release();
-  } else if constexpr (kType == DType::kQ8_0) {
+  static_assert(kType != DType::kQ2_K);
+  if constexpr (kType == DType::kQ8_0) {
 #pragma unroll 1
     for (int tile = 0; tile < kTiles; ++tile) {
       float sum[4][4];
