@@ -103,40 +103,43 @@ struct TileSource {
   const DownKernelJob& job;
   const Experts& expert;
   int shared_stages;
-  int stages;  // of a set of row tiles; not read before the shared ones are done
   int row_tile;
   int stage = 0;
   const std::byte* shared;  // of the lane and row_tile
   const std::byte* routed;  // the same of expert 0
+  int stages = 0;           // of a set of row tiles
 
   __device__ __forceinline__ TileSource(const DownKernelJob& own_job, const Experts& experts,
-                                        int lane, int first_tile, int num_shared_stages,
-                                        int num_groups)
+                                        int lane, int first_tile, int num_shared_stages)
       : job(own_job),
         expert(experts),
         shared_stages(num_shared_stages),
-        stages(num_shared_stages + num_groups * kUnitStages<kType, kWidth>),
         row_tile(first_tile),
         shared(At(job.shapes[1], lane)),
         routed(At(job.shapes[0], lane)) {}
 
+  __device__ __forceinline__ void SetGroups(int num_groups) {
+    stages = shared_stages + num_groups * kUnitStages<kType, kWidth>;
+  }
+  template <class Copy>
+  __device__ __forceinline__ bool NextShared(const Copy& copy) {
+    if (row_tile >= job.shapes[0].row_tiles || stage >= shared_stages) return false;
+    Shared(copy);
+    return true;
+  }
   template <class Copy>
   __device__ __forceinline__ bool Next(const Copy& copy) {
     if (row_tile >= job.shapes[0].row_tiles) return false;
-    // A tile that is not there: the one before stands for it.
-    const bool whole = row_tile + kWidth <= job.shapes[0].row_tiles;
     if (stage < shared_stages) {
-      Half(copy, shared, whole ? job.shapes[1].tile_bytes : 0);
-      ++stage;
+      Shared(copy);
       return true;
     }
     const int group = (stage - shared_stages) / kUnitStages<kType, kWidth>;
     const std::byte* at = routed + int64_t{expert(group)} * job.expert_bytes;
-    const int next_tile = whole ? job.shapes[0].tile_bytes : 0;
     if constexpr (kType == DType::kQ8_0) {
-      Half(copy, at, next_tile);
+      Half(copy, at, NextTile(job.shapes[0]));
     } else {
-      copy.Chunk(at, next_tile);
+      copy.Chunk(at, NextTile(job.shapes[0]));
     }
     if (++stage == stages) {
       stage = 0;
@@ -149,6 +152,15 @@ struct TileSource {
   }
 
  private:
+  template <class Copy>
+  __device__ __forceinline__ void Shared(const Copy& copy) {
+    Half(copy, shared, NextTile(job.shapes[1]));
+    ++stage;
+  }
+  // For a tile that is not there, the one before stands.
+  __device__ __forceinline__ int NextTile(const MatrixShape& w) const {
+    return row_tile + kWidth <= job.shapes[0].row_tiles ? w.tile_bytes : 0;
+  }
   // The next half of a chunk of Q8_0, tile after tile.
   template <class Copy>
   __device__ __forceinline__ void Half(const Copy& copy, const std::byte* at, int next_tile) const {
@@ -171,31 +183,34 @@ struct OwnGroup {
   }
 };
 
+// Where one row of x finds its rows of both views.
+template <DType kType>
+struct OneRowX {
+  RowFinder<DType::kQ8_0> shared;
+  RowFinder<kType> routed;
+  int place;  // of group 0
+};
+
 // One set of row tiles for one row of x: the shared product, then the groups'. Which output it is:
 // AddFour.
 template <DType kType, class Ring>
-__device__ __forceinline__ float SumRow(const DownKernelJob& job, Ring& ring, int block,
-                                        int num_groups, const OwnGroup& own,
-                                        const RowFinder<kType>& hidden, const HalvesMask& mask,
+__device__ __forceinline__ float SumRow(Ring& ring, int num_groups, const OwnGroup& own,
+                                        const OneRowX<kType>& from, const HalvesMask& mask,
                                         const LaneTables& tables) {
-  OwnRows<1, 2> next;
+  OwnRows<1, 2> x, next;
+  from.shared.Load({0}, x);
+  from.routed.Load({from.place / 16}, next);
   float part[kWidth][1][2];
-  float sum;
-  int place = own.Place(0);
-  {
-    OwnRows<1, 2> x;
-    RowFinder<DType::kQ8_0>(job.shared_hidden, block).Load({0}, x);
-    hidden.Load({place / 16}, next);
-    DotTiles<DType::kQ8_0, kWidth>(ring, SpreadX<DType::kQ8_0, 1>(x, mask), tables, part);
-    sum = AddFour(part, 0);
-  }
+  DotTiles<DType::kQ8_0, kWidth>(ring, SpreadX<DType::kQ8_0, 1>(x, mask), tables, part);
+  float sum = AddFour(part, 0);
+  int place = from.place;
 #pragma unroll 1
   for (int group = 0; group < num_groups; ++group) {
-    const SpreadX<kType, 1> x(next, mask);
+    const SpreadX<kType, 1> spread(next, mask);
     const int times = place % 16;
     place = own.Place(min(group + 1, num_groups - 1));
-    hidden.Load({place / 16}, next);
-    DotTiles<kType, kWidth>(ring, x, tables, part);
+    from.routed.Load({place / 16}, next);
+    DotTiles<kType, kWidth>(ring, spread, tables, part);
     const float product = AddFour(part, 0);
     sum += product;
     // A table of ids may name an expert twice.
@@ -454,22 +469,24 @@ __global__ void __launch_bounds__(kFastWarps* kWarpSize, kOneRow ? kBlocksAnSm :
   using Experts = std::conditional_t<kOneRow, OwnGroup, Lists>;
   Experts experts;
   if constexpr (kOneRow) {
-    const int group = min(LaneId(), job.max_groups - 1);
-    experts = {LoadEntry(job.routing, group)};
+    experts = {LoadEntry(job.routing, min(LaneId(), job.max_groups - 1))};
   } else {
     auto* groups = reinterpret_cast<GroupEntry*>(memory + job.lists_at);
     auto* rows = reinterpret_cast<int16_t*>(groups + job.max_groups);
-    LoadLists(job, first_row, num_rows, groups, rows);
     experts = {groups, rows, num_groups};
-    __syncthreads();
+    LoadLists(job, first_row, num_rows, groups, rows);
   }
   TileRing<kType, kWidth, kSlots<kType, kOneRow>, TileSource<kType, Experts>> ring = {
       memory + job.fixed_bytes + warp * job.ring_bytes,
-      {job, experts, lane, tile + own_tile, shared_stages, num_groups}};
+      {job, experts, lane, tile + own_tile, shared_stages}};
+  ring.BeginShared();
+  if constexpr (!kOneRow) __syncthreads();  // the lists are there
+  ring.source.SetGroups(num_groups);
   ring.Begin();
-  ring.EndBegin();
-  const RowFinder<kType> hidden(job.hidden, block);
   const HalvesMask mask;
+  const RowFinder<kType> hidden(job.hidden, block);
+  [[maybe_unused]] OneRowX<kType> one = {{job.shared_hidden, block}, hidden, 0};
+  if constexpr (kOneRow) one.place = experts.Place(0);
   GridDependencyWait();
 
   const int buffer = static_cast<int>(blockDim.x) / kWarpSize * job.sum_rows * kRowSums;
@@ -478,8 +495,7 @@ __global__ void __launch_bounds__(kFastWarps* kWarpSize, kOneRow ? kBlocksAnSm :
     float* own = sums + turn * buffer + warp * job.sum_rows * kRowSums;
     if (tile + own_tile < job.shapes[0].row_tiles) {
       if constexpr (kOneRow) {
-        const float sum =
-            SumRow<kType>(job, ring, block, num_groups, experts, hidden, mask, tables);
+        const float sum = SumRow<kType>(ring, num_groups, experts, one, mask, tables);
         own[LaneId() % 4 * 8 + LaneId() / 4] = sum;
       } else {
         SumGroups<kType>(job, ring, block, first_row, num_rows, experts, hidden, mask, tables, own);

@@ -22,25 +22,32 @@ template <DType kType, int kTiles>
 inline constexpr int kUnitStages = kType == DType::kQ8_0 ? 2 * kTiles : 1;
 
 // A warp's stages in the order of `source`, each in a slot of its own. Source: `bool Next(copy)`
-// begins one copy, copy.Half(..) or copy.Chunk(..), and returns true, or false while there is none.
+// begins one copy, copy.Half(..) or copy.Chunk(..), and returns true, or false where there is none;
+// `bool NextShared(copy)` the same where the next one is the shared expert's.
 template <DType kType, int kTiles, int kSlots, class Source>
 struct TileRing {
   static constexpr int kSlot = kTileSlot<kType, kTiles>;
   std::byte* ring;  // kSlots * kSlot bytes, private to the warp
   Source source;
   int slot = 0;   // of the oldest stage, in bytes
-  int begun = 0;  // slots that Begin has filled
+  int begun = 0;  // slots that are filled at the start
 
-  // Asks for the first stages as far as the source knows them; may be called again.
+  // Asks for the shared expert's stages among the first ones.
+  __device__ __forceinline__ void BeginShared() {
+#pragma unroll 1
+    while (begun < kSlots && source.NextShared(Copier{ring + begun * kSlot})) {
+      CopyAsyncCommit();
+      ++begun;
+    }
+  }
+  // Then for the others.
   __device__ __forceinline__ void Begin() {
 #pragma unroll 1
     while (begun < kSlots && source.Next(Copier{ring + begun * kSlot})) {
       CopyAsyncCommit();
       ++begun;
     }
-  }
-  // Once, after the last Begin: an empty slot counts as a copy.
-  __device__ __forceinline__ void EndBegin() {
+    // An empty slot counts as a copy.
 #pragma unroll 1
     for (; begun < kSlots; ++begun) CopyAsyncCommit();
   }
