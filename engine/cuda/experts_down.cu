@@ -299,7 +299,8 @@ DownKernel FastKernel(bool one_row) {
 // nullptr: the combination has no kernel of its own. It may not depend on the number of rows: the
 // two paths add in different orders.
 DownKernel ChooseFast(const DownKernelJob& k, bool one_row) {
-  if (k.shapes[1].dtype != DType::kQ8_0 || k.shapes[0].blocks != 1 || k.lanes > kFastWarps) {
+  if (k.shapes[1].dtype != DType::kQ8_0 || k.shapes[0].blocks != 1 || k.lanes > kFastWarps ||
+      k.used < 1) {
     return nullptr;
   }
   switch (k.shapes[0].dtype) {

@@ -183,33 +183,41 @@ struct OwnGroup {
   }
 };
 
-// Where one row of x finds its rows of both views.
+// What one row of x needs first: of the shared expert, and of group 0.
 template <DType kType>
 struct OneRowX {
-  RowFinder<DType::kQ8_0> shared;
-  RowFinder<kType> routed;
+  RowFinder<DType::kQ8_0> shared_rows;
+  RowFinder<kType> rows;
   int place;  // of group 0
+  OwnRows<1, 2> shared;
+  OwnRows<1, 2> first;
+
+  __device__ __forceinline__ OneRowX(const DownKernelJob& job, const OwnGroup& own, int block)
+      : shared_rows(job.shared_hidden, block), rows(job.hidden, block), place(own.Place(0)) {}
+
+  __device__ __forceinline__ void Load() {
+    shared_rows.Load({0}, shared);
+    rows.Load({place / 16}, first);
+  }
 };
 
 // One set of row tiles for one row of x: the shared product, then the groups'. Which output it is:
 // AddFour.
 template <DType kType, class Ring>
 __device__ __forceinline__ float SumRow(Ring& ring, int num_groups, const OwnGroup& own,
-                                        const OneRowX<kType>& from, const HalvesMask& mask,
+                                        const OneRowX<kType>& x, const HalvesMask& mask,
                                         const LaneTables& tables) {
-  OwnRows<1, 2> x, next;
-  from.shared.Load({0}, x);
-  from.routed.Load({from.place / 16}, next);
   float part[kWidth][1][2];
-  DotTiles<DType::kQ8_0, kWidth>(ring, SpreadX<DType::kQ8_0, 1>(x, mask), tables, part);
+  DotTiles<DType::kQ8_0, kWidth>(ring, SpreadX<DType::kQ8_0, 1>(x.shared, mask), tables, part);
   float sum = AddFour(part, 0);
-  int place = from.place;
+  OwnRows<1, 2> next = x.first;
+  int place = x.place;
 #pragma unroll 1
   for (int group = 0; group < num_groups; ++group) {
     const SpreadX<kType, 1> spread(next, mask);
     const int times = place % 16;
     place = own.Place(min(group + 1, num_groups - 1));
-    from.routed.Load({place / 16}, next);
+    x.rows.Load({place / 16}, next);
     DotTiles<kType, kWidth>(ring, spread, tables, part);
     const float product = AddFour(part, 0);
     sum += product;
@@ -296,11 +304,16 @@ struct NextX {
 template <class Ring>
 __device__ __forceinline__ void SumShared(const DownKernelJob& job, Ring& ring, int block,
                                           int first_row, int num_rows, float* sums) {
+  BlockX<2> next;
+  const auto ask = [&](int begin) {
+    LoadTogether(job.shared_hidden, block, first_row + begin, min(kGroupPairs, num_rows - begin),
+                 next);
+  };
+  ask(0);
 #pragma unroll 1
   for (int begin = 0; begin < num_rows; begin += kGroupPairs) {
-    BlockX<2> x;
-    LoadTogether(job.shared_hidden, block, first_row + begin, min(kGroupPairs, num_rows - begin),
-                 x);
+    const BlockX<2> x = next;
+    if (begin + kGroupPairs < num_rows) ask(begin + kGroupPairs);
     float total[kWidth][4];
     DotTilesGroup<DType::kQ8_0, kWidth>(ring, x, total);
 #pragma unroll
@@ -484,10 +497,16 @@ __global__ void __launch_bounds__(kFastWarps* kWarpSize, kOneRow ? kBlocksAnSm :
   ring.source.SetGroups(num_groups);
   ring.Begin();
   const HalvesMask mask;
-  const RowFinder<kType> hidden(job.hidden, block);
-  [[maybe_unused]] OneRowX<kType> one = {{job.shared_hidden, block}, hidden, 0};
-  if constexpr (kOneRow) one.place = experts.Place(0);
+  using X = std::conditional_t<kOneRow, OneRowX<kType>, RowFinder<kType>>;
+  X x = [&] {
+    if constexpr (kOneRow) {
+      return X(job, experts, block);
+    } else {
+      return X(job.hidden, block);
+    }
+  }();
   GridDependencyWait();
+  if constexpr (kOneRow) x.Load();
 
   const int buffer = static_cast<int>(blockDim.x) / kWarpSize * job.sum_rows * kRowSums;
   int turn = 0;
@@ -495,15 +514,18 @@ __global__ void __launch_bounds__(kFastWarps* kWarpSize, kOneRow ? kBlocksAnSm :
     float* own = sums + turn * buffer + warp * job.sum_rows * kRowSums;
     if (tile + own_tile < job.shapes[0].row_tiles) {
       if constexpr (kOneRow) {
-        const float sum = SumRow<kType>(ring, num_groups, experts, one, mask, tables);
+        const float sum = SumRow<kType>(ring, num_groups, experts, x, mask, tables);
         own[LaneId() % 4 * 8 + LaneId() / 4] = sum;
       } else {
-        SumGroups<kType>(job, ring, block, first_row, num_rows, experts, hidden, mask, tables, own);
+        SumGroups<kType>(job, ring, block, first_row, num_rows, experts, x, mask, tables, own);
       }
     }
     __syncthreads();
     StoreRoots(job, tile, first_row, num_rows, sums + turn * buffer);
     if constexpr (kOneRow) {
+      // Found anew, not kept: registers are short while groups are multiplied.
+      x = X(job, experts, block);
+      x.Load();
       turn ^= 1;  // the next sums go to the other buffer
     } else {
       __syncthreads();
