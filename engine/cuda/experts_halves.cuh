@@ -18,14 +18,15 @@ namespace ds4::cuda {
 
 // ---- One or two rows of x.
 
-// Where a lane has a share of x to give: all ones or none.
+// 1 where a lane has a share of x to give, else 0: multiplications, because the units for logic are
+// busy with codes.
 struct HalvesMask {
   uint32_t half;     // it lies in the half that the lane's column takes
   uint32_t step[4];  // ..., and belongs to steps 2i, 2i + 1
 
   __device__ __forceinline__ HalvesMask() {
     const int g = LaneId() / 4;
-    half = Kept(g % 2 == LaneId() % 4 / 2 ? 0xffffffffu : 0u);
+    half = Kept(g % 2 == LaneId() % 4 / 2 ? 1u : 0u);
 #pragma unroll
     for (int i = 0; i < 4; ++i) step[i] = Kept(g / 2 == i ? half : 0u);
   }
@@ -66,13 +67,13 @@ struct HalvesX {
             const uint32_t other = __shfl_xor_sync(kFullMask, values[i], 4);
             if (LaneId() / 4 % 2 != r) values[i] = other;
           }
-          halves[i] = values[i] & mask.half;
+          halves[i] = values[i] * mask.half;
         }
         sums[r][u] = SumHalves(halves);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          q[r][2 * i + u][0] = values[0] & mask.step[i];
-          q[r][2 * i + u][1] = values[1] & mask.step[i];
+          q[r][2 * i + u][0] = values[0] * mask.step[i];
+          q[r][2 * i + u][1] = values[1] * mask.step[i];
         }
         scale[r][u] = own.scale[u][r];
       }
@@ -206,8 +207,8 @@ struct FourHalvesX {
   __device__ __forceinline__ FourHalvesX(const FourRows& own, const HalvesMask& mask) {
 #pragma unroll
     for (int s = 0; s < 8; ++s) {
-      q[s][0] = static_cast<uint32_t>(own.q[s]) & mask.half;
-      q[s][1] = static_cast<uint32_t>(own.q[s] >> 32) & mask.half;
+      q[s][0] = static_cast<uint32_t>(own.q[s]) * mask.half;
+      q[s][1] = static_cast<uint32_t>(own.q[s] >> 32) * mask.half;
       sums[s] = SumHalves(q[s]);
       scale[s] = own.scale[s];
     }
