@@ -6,6 +6,10 @@
 // slices and chooses the group's experts, and the last group to arrive sorts the pairs. No block
 // ever waits for one that has not come yet.
 //
+// Blocks that come early enough rehearse the whole way, on weights in place of what others give
+// them and without a trace in memory: most of the time of few rows would otherwise go into fetching
+// code that nobody has run since the layer before.
+//
 // Order of additions for one (weight row, x row): lane t = 0..3 adds its columns of a piece (F16,
 // BF16: c mod 16 in 4t..4t+3; F32: c mod 8 in 2t, 2t+1) in rising order, one fma each; then the
 // slice's pieces in rising order; then the lanes, (p0 + p1) + (p2 + p3); then slices in rising
@@ -42,7 +46,7 @@ struct RouterJob {
   int tiles;
   int slices;
   float* partial;      // [slice][row][tiles * 16], 0 between launches
-  int rehearsals;      // of one row: 0 or 1
+  int rehearsals;      // 0 or 1
   uint32_t* arrivals;  // [groups + 1]: blocks of a group; groups. All 0 between launches
   const int32_t* tokens;
   RouterParams params;
@@ -213,9 +217,10 @@ struct ExpertTables {
 };
 constexpr int kExpertTableBytes = 16;
 
-// First places and groups of all experts; each thread has some neighbours.
+// First places and groups of all experts; each thread has some neighbours. Groups go to memory when
+// this is `real`.
 __device__ __forceinline__ void PlaceExperts(const Routing& routing, int num_experts,
-                                             const ExpertTables& experts) {
+                                             const ExpertTables& experts, bool real) {
   constexpr int kGroupShift = 16;  // groups are counted in the upper half of a word, pairs below
   __shared__ int totals[kWarps];
   const auto counts_of = [](int count) {
@@ -247,7 +252,7 @@ __device__ __forceinline__ void PlaceExperts(const Routing& routing, int num_exp
     before += counts_of(count);
     experts.first[e] = first;
 #pragma unroll 1
-    for (int left = count; left > 0; left -= kGroupPairs) {
+    for (int left = real ? count : 0; left > 0; left -= kGroupPairs) {
       routing.group_expert[group] = e;
       routing.group_first[group] = first;
       routing.group_size[group] = min(kGroupPairs, left);
@@ -255,12 +260,13 @@ __device__ __forceinline__ void PlaceExperts(const Routing& routing, int num_exp
       ++group;
     }
   }
-  if (thread == kThreads - 1) *routing.num_groups = before >> kGroupShift;
+  if (real && thread == kThreads - 1) *routing.num_groups = before >> kGroupShift;
 }
 
-// One block: the lists of work of all rows. memory: for the expert tables.
-__device__ __forceinline__ void SortPairs(const RouterJob& job, const PairList& list,
-                                          std::byte* memory) {
+// One block: the lists of work of all rows. memory: for the expert tables. They go to memory when
+// this is `real`.
+__device__ __forceinline__ void SortPairs(const RouterJob& job, int rows, const PairList& list,
+                                          std::byte* memory, bool real) {
   const int num_experts = job.params.num_experts, used = job.params.used;
   const ExpertTables experts(memory, num_experts);
   const int thread = static_cast<int>(threadIdx.x);
@@ -269,17 +275,17 @@ __device__ __forceinline__ void SortPairs(const RouterJob& job, const PairList& 
   for (int i = thread; i < 3 * num_experts; i += kThreads) experts.low[i] = 0;
   __syncthreads();
 #pragma unroll 1
-  for (int row = thread / kListSlots; row < job.rows; row += kThreads / kListSlots) {
+  for (int row = thread / kListSlots; row < rows; row += kThreads / kListSlots) {
     const int id = list.ids[row * kListSlots + k];
     if (id < 0) continue;
     atomicOr((row < 32 ? experts.low : experts.high) + id, 1u << row % 32);
     atomicAdd(experts.count + id, 1);
   }
   __syncthreads();
-  PlaceExperts(job.routing, num_experts, experts);
+  PlaceExperts(job.routing, num_experts, experts, real);
   __syncthreads();
 #pragma unroll 1
-  for (int row = thread / kListSlots; row < job.rows; row += kThreads / kListSlots) {
+  for (int row = thread / kListSlots; row < rows; row += kThreads / kListSlots) {
     const int slot = row * kListSlots + k;
     const int id = list.ids[slot];
     if (id < 0) continue;
@@ -292,6 +298,7 @@ __device__ __forceinline__ void SortPairs(const RouterJob& job, const PairList& 
     }
     const int place = experts.first[id] + rank;
     const int pair = row * used + k;
+    if (!real) continue;
     job.routing.pairs[place] = pair;
     job.routing.pair_place[pair] = place;
     job.routing.place_weight[place] = list.weights[slot];
@@ -303,16 +310,6 @@ __device__ __forceinline__ void StoreChoice(const RouterJob& job, int row, const
   const int pair = row * job.params.used + LaneId();
   job.routing.ids[pair] = choice.expert;
   job.routing.weights[pair] = choice.weight;
-}
-
-// One arrival of the block; all its threads get true in the last one of `count`. Each warp's posts
-// come before.
-__device__ __forceinline__ bool LastToPost(uint32_t* counter, unsigned count) {
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicInc(counter, count - 1) == count - 1;
-  __syncthreads();
-  return last;
 }
 
 // Where a block is, and each of its warps. Grid: slices, row tiles, groups of rows; behind the row
@@ -337,10 +334,6 @@ __device__ __forceinline__ float BiasOf(const RouterParams& params, int expert) 
 
 // One row. Few registers and little shared memory, so that the next kernel's blocks find room
 // beside.
-//
-// Every block that comes early enough rehearses the whole way, on weights in place of what others
-// give it and without a trace in memory: most of the time of a single row would otherwise go into
-// fetching code that nobody has run since the layer before.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads, 4) OneRowKernel(const __grid_constant__ RouterJob job) {
   LaunchDependents();
@@ -412,73 +405,77 @@ __global__ void __launch_bounds__(kThreads, 4) OneRowKernel(const __grid_constan
 // pieces; scores; tables of experts.
 __host__ __device__ constexpr int ListBytes(int rows) { return rows * kListSlots * kSlotBytes; }
 
-// Scores of a group's rows, in shared memory.
-__device__ __forceinline__ void ScoreRows(const RouterJob& job, int first_row, int group_rows,
-                                          std::byte* memory) {
-  constexpr int kAhead = 4;
+// Scores of a group's rows, in shared memory. sums: what was posted, or no posts (a rehearsal).
+__device__ __forceinline__ void ScoreRows(const RouterJob& job, const float* sums, bool posts,
+                                          int group_rows, std::byte* memory) {
+  constexpr int kAhead = 2;
   const int num_experts = job.params.num_experts;
   const int pitch = job.tiles * kTileRows;
   const int row_bytes = RowScoresBytes(num_experts);
-  const int thread = static_cast<int>(threadIdx.x);
 #pragma unroll 1
-  for (int expert = thread; expert < RowExperts(num_experts); expert += kThreads) {
+  for (int expert = static_cast<int>(threadIdx.x); expert < RowExperts(num_experts);
+       expert += kThreads) {
     const float bias = BiasOf(job.params, expert);
-    const float* sums = job.partial + first_row * pitch + expert;
 #pragma unroll 1
     for (int first = 0; first < group_rows; first += kAhead) {
       float logits[kAhead] = {};
       if (expert < num_experts) {
-        AddSlices(job, sums + first * pitch, true, group_rows - 1 - first, logits);
+        AddSlices(job, sums + first * pitch + expert, posts, group_rows - 1 - first, logits);
       }
 #pragma unroll 1
       for (int i = 0; i < min(kAhead, group_rows - first); ++i) {
         const RowScores scores(memory + (first + i) * row_bytes, num_experts);
         PlaceScore(job.params, scores, expert, RouterScore(logits[0]), bias);
-#pragma unroll
-        for (int next = 1; next < kAhead; ++next) logits[next - 1] = logits[next];
+        logits[0] = logits[1];
       }
     }
   }
 }
 
-// The pairs of all rows, from memory.
-__device__ __forceinline__ void CollectPairs(const RouterJob& job, const PairList& list) {
+// The pairs of all rows, from memory; any at all in a rehearsal.
+__device__ __forceinline__ void CollectPairs(const RouterJob& job, int rows, const PairList& list,
+                                             bool real) {
   const int used = job.params.used;
   const int k = static_cast<int>(threadIdx.x) % kListSlots;
 #pragma unroll 4
-  for (int row = static_cast<int>(threadIdx.x) / kListSlots; row < job.rows;
+  for (int row = static_cast<int>(threadIdx.x) / kListSlots; row < rows;
        row += kThreads / kListSlots) {
     const int slot = row * kListSlots + k;
-    list.ids[slot] = k < used ? job.routing.ids[row * used + k] : -1;
-    list.weights[slot] = k < used ? job.routing.weights[row * used + k] : 0.0f;
+    const int pair = row * used + k;
+    list.ids[slot] = k >= used ? -1 : real ? job.routing.ids[pair] : 0;
+    list.weights[slot] = k < used && real ? job.routing.weights[pair] : 0.0f;
   }
 }
 
-// What the last block of a group does: a warp for each row.
-__device__ __forceinline__ void RouteGroup(const RouterJob& job, int first_row, int group_rows,
-                                           int listed, std::byte* memory) {
+// What the last block of a group does: a warp for each row. Its part of job.partial: sums.
+__device__ __forceinline__ void RouteGroup(const RouterJob& job, const float* sums, int first_row,
+                                           int group_rows, int listed, bool real,
+                                           std::byte* memory) {
   __shared__ bool last;
   std::byte* tables = memory + ListBytes(job.rows);
-  ScoreRows(job, first_row, group_rows, tables);
+  ScoreRows(job, sums, real, group_rows, tables);
   __syncthreads();
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
   if (warp < group_rows) {
     const int num_experts = job.params.num_experts;
     const RowScores scores(tables + warp * RowScoresBytes(num_experts), num_experts);
-    StoreChoice(job, first_row + warp, ChooseRow(job.params, listed, scores));
+    const Choice choice = ChooseRow(job.params, listed, scores);
+    if (real) StoreChoice(job, first_row + warp, choice);
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = gridDim.z == 1 || ArriveLast(job.arrivals + gridDim.z, gridDim.z);
+    last = !real || gridDim.z == 1 || ArriveLast(job.arrivals + gridDim.z, gridDim.z);
   }
-  ClearPosts(job, first_row, group_rows, static_cast<int>(threadIdx.x), kThreads);
+  if (real) ClearPosts(job, first_row, group_rows, static_cast<int>(threadIdx.x), kThreads);
   __syncthreads();
   if (!last) return;
   const PairList list(memory, job.rows);
-  CollectPairs(job, list);
-  SortPairs(job, list, tables);
+  const int rows = real ? job.rows : 1;
+  CollectPairs(job, rows, list, real);
+  SortPairs(job, rows, list, tables, real);
 }
 
+// The blocks of the first group are on almost all multiprocessors: they rehearse, with one row.
 template <DType kType>
 __global__ void __launch_bounds__(kThreads, 3)
     SomeRowsKernel(const __grid_constant__ RouterJob job) {
@@ -486,43 +483,63 @@ __global__ void __launch_bounds__(kThreads, 3)
   const Position at;
   if (at.tile == job.tiles) return BalanceRows(job.balance, at.group * job.slices + at.slice);
   DS4_DYNAMIC_SHARED(memory);
+  __shared__ bool last;
   const std::byte* piece = PieceAt<kType>(job, at);
-  Piece<kType> w;
-  if (piece != nullptr) w.Load(piece);
+  if (piece != nullptr && LaneId() == 0) PrefetchL2(piece, Piece<kType>::kBytes);
   const int first_row = at.group * job.group_rows;
-  const int group_rows = min(job.group_rows, job.rows - first_row);
-  const int row = first_row + at.warp;
-  const float* x = job.x + first_row * job.x_cols + at.piece * kPieceCols;
+  const int pitch = job.tiles * kTileRows, first_expert = at.tile * kTileRows;
+  const unsigned last_arrival = static_cast<unsigned>(job.tiles * job.slices) - 1;
   float* room = reinterpret_cast<float*>(memory + ListBytes(job.rows));
-  float* parts = room + at.warp * kPartFloats;
-  GridDependencyWait();
-
-  const int listed = at.warp < group_rows ? ListedExpert(job.params, job.tokens, row) : 0;
-  if (piece != nullptr) {
-    for (int r = LaneId() / 16; r < group_rows; r += 2) {
-      CopyAsync16(parts + r * kWarps * kPartFloats + LaneId() % 16 * 4,
-                  x + r * job.x_cols + LaneId() % 16 * 4);
-    }
-  }
-  CopyAsyncCommit();
-  CopyAsyncWait<0>();
-  __syncwarp();
-  float2 part = make_float2(-0.0f, -0.0f);
 #pragma unroll 1
-  for (int r = 0; r < group_rows; ++r) {
-    if (piece != nullptr) part = w.Dot(parts);
-    __syncwarp();  // x of the row makes room for the sums
-    *reinterpret_cast<float2*>(parts + 2 * LaneId()) = part;
-    parts += kWarps * kPartFloats;
+  for (int rehearsals = at.group == 0 ? job.rehearsals : 0;; --rehearsals) {
+    const bool real = rehearsals == 0;
+    Piece<kType> w = {};
+    if (real) {
+      if (piece != nullptr) w.Load(piece);
+      GridDependencyWait();
+    }
+    const auto* weights = reinterpret_cast<const float*>(job.w);
+    const float* x = (real ? job.x + first_row * job.x_cols : weights) + at.piece * kPieceCols;
+    const float* sums = real ? job.partial + first_row * pitch : weights;
+    const int group_rows = real ? min(job.group_rows, job.rows - first_row) : 1;
+    const int listed = real && at.warp < group_rows
+                           ? ListedExpert(job.params, job.tokens, first_row + at.warp)
+                           : 0;
+    float* parts = room + at.warp * kPartFloats;
+    if (piece != nullptr) {
+      for (int r = LaneId() / 16; r < group_rows; r += 2) {
+        CopyAsync16(parts + r * kWarps * kPartFloats + LaneId() % 16 * 4,
+                    x + r * job.x_cols + LaneId() % 16 * 4);
+      }
+    }
+    CopyAsyncCommit();
+    CopyAsyncWait<0>();
+    __syncwarp();
+    float2 part = make_float2(-0.0f, -0.0f);
+#pragma unroll 1
+    for (int r = 0; r < group_rows; ++r) {
+      if (piece != nullptr) part = w.Dot(parts);
+      __syncwarp();  // x of the row makes room for the sums
+      *reinterpret_cast<float2*>(parts + 2 * LaneId()) = part;
+      parts += kWarps * kPartFloats;
+    }
+    __syncthreads();
+    if (at.warp < group_rows) {
+      const int row = at.slice * job.rows + first_row + at.warp;
+      PostSlice(room + at.warp * kWarps * kPartFloats,
+                real ? job.params.num_experts - first_expert : 0,
+                job.partial + row * pitch + first_expert);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      last = !real || atomicInc(job.arrivals + at.group, last_arrival) == last_arrival;
+    }
+    __syncthreads();
+    if (!last) return;
+    RouteGroup(job, sums, first_row, group_rows, listed, real, memory);
+    if (real) return;
+    __syncthreads();  // the tables make room for x
   }
-  __syncthreads();
-  if (at.warp < group_rows) {
-    const int pitch = job.tiles * kTileRows, first = at.tile * kTileRows;
-    PostSlice(room + at.warp * kWarps * kPartFloats, job.params.num_experts - first,
-              job.partial + (at.slice * job.rows + row) * pitch + first);
-  }
-  if (!LastToPost(job.arrivals + at.group, static_cast<unsigned>(job.tiles * job.slices))) return;
-  RouteGroup(job, first_row, group_rows, listed, memory);
 }
 
 // ---- Host side.
