@@ -69,13 +69,13 @@ __device__ __forceinline__ int LaneOf(const BatchJob& job, int segment) {
 }
 
 // The stages of a block, in order.
-struct Cursor {
+struct BatchCursor {
   int pass;
   int job = 0;
   int first_segment = 0;
   int step = 0;  // of a slice, the stage's first
 
-  __device__ __forceinline__ explicit Cursor(const BatchParams& params)
+  __device__ __forceinline__ explicit BatchCursor(const BatchParams& params)
       : pass(static_cast<int>(blockIdx.x)) {
     FindJob(params);
   }
@@ -109,13 +109,14 @@ struct Cursor {
 };
 
 // A segment of a wave.
-struct Segment {
+struct BatchSegment {
   int index;
   int lane;
   int slice;
   int steps;  // 0: there is none
 
-  __device__ __forceinline__ Segment(const BatchParams& params, const Cursor& at, int parallel)
+  __device__ __forceinline__ BatchSegment(const BatchParams& params, const BatchCursor& at,
+                                          int parallel)
       : index(at.first_segment + parallel) {
     const BatchJob& job = params.jobs[at.job];
     lane = LaneOf(job, index);
@@ -130,7 +131,7 @@ __device__ __forceinline__ int WarpId() { return static_cast<int>(threadIdx.x) /
 // tile (dot.cuh).
 
 // sum: a lane's share of one tile.
-__device__ __forceinline__ void AddToTotal(const BatchParams& params, const Segment& segment,
+__device__ __forceinline__ void AddToTotal(const BatchParams& params, const BatchSegment& segment,
                                            int tile, int x_tile, float4 sum, float4* totals) {
   const int place = (((segment.lane << params.tile_shift) + tile) << params.x_tile_shift) + x_tile;
   float4* own = totals + place * kWarpSize + LaneId();
@@ -147,8 +148,8 @@ __device__ __forceinline__ void AddToTotal(const BatchParams& params, const Segm
 // At the end of a wave: `add` is called for one segment of each lane after the other. parallel: how
 // many segments of the wave are before the warp's. All threads come, and meet at the end.
 template <class Add>
-__device__ __forceinline__ void AddInTurn(const BatchParams& params, const Cursor& at, int parallel,
-                                          const Segment& segment, Add add) {
+__device__ __forceinline__ void AddInTurn(const BatchParams& params, const BatchCursor& at,
+                                          int parallel, const BatchSegment& segment, Add add) {
   const int before = min(parallel, segment.slice);
   const int turns = min(1 << params.parallel_shift, params.jobs[at.job].slices);
 #pragma unroll 1
@@ -159,7 +160,7 @@ __device__ __forceinline__ void AddInTurn(const BatchParams& params, const Curso
 }
 
 // Values as a lane of a warp holds them: 4 times (row g or g + 8, x row 2t or 2t + 1).
-__device__ __forceinline__ void StorePlainTotals(const BatchParams& params, const Cursor& at,
+__device__ __forceinline__ void StorePlainTotals(const BatchParams& params, const BatchCursor& at,
                                                  const float* totals) {
   const BatchJob& job = params.jobs[at.job];
   const int first_row = at.FirstTile(params) * kTileRows;
@@ -186,8 +187,8 @@ __device__ __forceinline__ void StorePlainTotals(const BatchParams& params, cons
 }
 
 // The same where blocks of 32 rows are quantised: a warp for each block and x row.
-__device__ __forceinline__ void StoreQuantisedTotals(const BatchParams& params, const Cursor& at,
-                                                     const float* totals) {
+__device__ __forceinline__ void StoreQuantisedTotals(const BatchParams& params,
+                                                     const BatchCursor& at, const float* totals) {
   const BatchJob& job = params.jobs[at.job];
   const int first_tile = at.FirstTile(params);
   const int blocks = min(1 << params.tile_shift, job.tiles - first_tile) / 2;
@@ -206,7 +207,7 @@ __device__ __forceinline__ void StoreQuantisedTotals(const BatchParams& params, 
   }
 }
 
-__device__ __forceinline__ void StoreTotals(const BatchParams& params, const Cursor& at,
+__device__ __forceinline__ void StoreTotals(const BatchParams& params, const BatchCursor& at,
                                             const float4* totals) {
   const float* values = reinterpret_cast<const float*>(totals);
   if (params.jobs[at.job].out.q != nullptr) {

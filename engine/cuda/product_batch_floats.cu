@@ -29,9 +29,9 @@ constexpr int kMaxTileBytes = kTileBytes<DType::kF32>;
 struct Item {
   int x_tile;
   int parallel;  // the segment is the wave's
-  Segment segment;
+  BatchSegment segment;
 
-  __device__ __forceinline__ Item(const BatchParams& params, const Cursor& at)
+  __device__ __forceinline__ Item(const BatchParams& params, const BatchCursor& at)
       : x_tile(WarpId() & ((1 << params.x_tile_shift) - 1)),
         parallel(WarpId() >> params.x_tile_shift),
         segment(params, at, parallel) {
@@ -41,7 +41,7 @@ struct Item {
 };
 
 // A stage: weights [segment][row tile][kMaxTileBytes], then x [segment][row][kStageCols].
-__device__ __forceinline__ void SendWeights(const BatchParams& params, const Cursor& at,
+__device__ __forceinline__ void SendWeights(const BatchParams& params, const BatchCursor& at,
                                             std::byte* stage) {
   const BatchJob& job = params.jobs[at.job];
   const int bytes = StageTileBytes(job.dtype);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void SendWeights(const BatchParams& params, const Cur
   for (int i = WarpId(); i < count; i += kBatchWarps) {
     const int both = i / pieces;
     const int tile = both % kTiles;
-    const Segment segment(params, at, both / kTiles);
+    const BatchSegment segment(params, at, both / kTiles);
     if (at.step >= segment.steps || first_tile + tile >= job.tiles) continue;
     const int in_tile = (i - both * pieces) * kPieceBytes + 16 * LaneId();
     const int stages_before = (segment.slice * kSliceSteps + at.step) >> kStepShift;
@@ -63,14 +63,15 @@ __device__ __forceinline__ void SendWeights(const BatchParams& params, const Cur
 }
 
 // Two rows of x at a time.
-__device__ __forceinline__ void SendX(const BatchParams& params, const Cursor& at, std::byte* x) {
+__device__ __forceinline__ void SendX(const BatchParams& params, const BatchCursor& at,
+                                      std::byte* x) {
   const BatchJob& job = params.jobs[at.job];
   const int pair_shift = params.x_tile_shift + 2;
   const int count = 1 << (params.parallel_shift + pair_shift);
   const int half = LaneId() / 16;
 #pragma unroll 2
   for (int i = WarpId(); i < count; i += kBatchWarps) {
-    const Segment segment(params, at, i >> pair_shift);
+    const BatchSegment segment(params, at, i >> pair_shift);
     const int row = 2 * (i & ((1 << pair_shift) - 1)) + half;
     if (at.step >= segment.steps) continue;
     const int col =
@@ -132,9 +133,9 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
   const int weight_bytes = kTiles * kMaxTileBytes << params.parallel_shift;
   std::byte* const end = memory + params.num_stages * params.stage_bytes;
   float4* totals = reinterpret_cast<float4*>(end);
-  Cursor next(params);  // to be sent for
+  BatchCursor next(params);  // to be sent for
 
-  Cursor first = next;
+  BatchCursor first = next;
 #pragma unroll 1
   for (int i = 0; i < ahead && !first.AtEnd(params); ++i) {
     SendWeights(params, first, memory + i * params.stage_bytes);
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
 
   float part[kTiles][8][2] = {};
 #pragma unroll 1
-  for (Cursor at(params); !at.AtEnd(params); at.Next(params)) {
+  for (BatchCursor at(params); !at.AtEnd(params); at.Next(params)) {
     WaitForStage(params);
     __syncthreads();  // all copies are there, and nobody reads the free stage any more
     if (!next.AtEnd(params)) {

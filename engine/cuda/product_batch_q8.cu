@@ -10,6 +10,7 @@ namespace ds4::cuda {
 namespace {
 
 constexpr int kChunkSteps = kChunkCols<DType::kQ8_0> / 32;
+constexpr int kSliceBytes = kSliceChunks<DType::kQ8_0> * kChunkBytes<DType::kQ8_0>;
 constexpr int kMaxParallel = 8;
 constexpr int kMaxTileShift = 3;
 constexpr int kMaxSteps = 4;           // scales of weights lie together for four steps
@@ -40,9 +41,9 @@ struct Item {
   int tile;      // of the pass, the first
   int tiles;     // that count
   int parallel;  // the segment is the wave's
-  Segment segment;
+  BatchSegment segment;
 
-  __device__ __forceinline__ Item(const BatchParams& params, const Cursor& at)
+  __device__ __forceinline__ Item(const BatchParams& params, const BatchCursor& at)
       : x_tile(WarpId() % kHalves * Shape<kTiles>::kXTiles),
         tile((WarpId() / kHalves & ((1 << GroupShift(params)) - 1)) * kRowTiles),
         tiles(min(min(kRowTiles, 1 << params.tile_shift),
@@ -68,15 +69,20 @@ inline constexpr int kXStepBytes = (kXTileBytes + kXScaleBytes) * kTiles;
 // some x. What stays the same for a wave is worked out once.
 template <int kTiles>
 struct Sender {
-  static constexpr int kXSteps = kMaxParallel * kMaxSteps / kBatchWarps;  // a warp's, of a stage
+  // Steps of x of a stage that a warp sends, at most.
+  static constexpr int kXSteps = kMaxXBytes / kXStepBytes<kTiles> < 2 * kBatchWarps ? 1 : 2;
 
-  Cursor at;
-  int steps;                 // of the warp's weights
-  const std::byte* weights;  // the segment's, this lane's of the first step
-  int x_steps[kXSteps];      // of the segment whose x the warp sends for; 0: of none
-  int x_from[kXSteps];       // tiles of x before the wave's first
+  BatchCursor at;
+  int tiles;  // of x
+  // What this lane copies of the segment's first step; nothing of segments with 0 steps.
+  int steps;
+  const std::byte* weights;
+  int x_steps[kXSteps];
+  const std::byte* x[kXSteps];
+  const std::byte* x_scales[kXSteps];
 
-  __device__ __forceinline__ explicit Sender(const BatchParams& params) : at(params) {
+  __device__ __forceinline__ explicit Sender(const BatchParams& params)
+      : at(params), tiles(TilesOf(params.jobs[0].x)) {
     StartWave(params);
   }
   __device__ __forceinline__ bool AtEnd(const BatchParams& params) const {
@@ -103,24 +109,22 @@ struct Sender {
         chunk + kChunkSteps * kStepBytes + at.step % kChunkSteps / 4 * kScaleBytes;
     CopyAsync16If(LaneId() < kScaleBytes / 16, to + (kStepBytes << params.step_shift), scales);
   }
-  // x: of the stage; [segment][step].
-  __device__ __forceinline__ void SendX(const BatchParams& params, std::byte* x) const {
-    const ActivationView& view = params.jobs[at.job].x;
-    const int tiles = TilesOf(view);
+  // to: the stage's x, [segment][step].
+  __device__ __forceinline__ void SendX(std::byte* to) const {
+    to += WarpId() * kXStepBytes<kTiles> + 16 * LaneId();
+    const int before = at.step * tiles;
 #pragma unroll
     for (int i = 0; i < kXSteps; ++i) {
       if (at.step >= x_steps[i]) continue;
-      const int64_t first = x_from[i] + at.step * tiles;
-      const std::byte* q = reinterpret_cast<const std::byte*>(view.q) + first * kXTileBytes;
-      const std::byte* scales =
-          reinterpret_cast<const std::byte*>(view.scale) + first * kXScaleBytes;
-      std::byte* to = x + (WarpId() + i * kBatchWarps) * kXStepBytes<kTiles> + 16 * LaneId();
+      std::byte* own = to + i * (kBatchWarps * kXStepBytes<kTiles>);
+      const std::byte* from = x[i] + before * kXTileBytes;
 #pragma unroll
       for (int n = 0; n < kTiles; n += 2) {
-        CopyAsync16If(16 * n + LaneId() < 16 * tiles, to + kXTileBytes * n,
-                      q + kXTileBytes * n + 16 * LaneId());
+        CopyAsync16If(16 * n + LaneId() < 16 * tiles, own + n * kXTileBytes,
+                      from + n * kXTileBytes);
       }
-      CopyAsync16If(LaneId() < 2 * tiles, to + kTiles * kXTileBytes, scales + 16 * LaneId());
+      CopyAsync16If(LaneId() < 2 * tiles, own + kTiles * kXTileBytes,
+                    x_scales[i] + before * kXScaleBytes);
     }
   }
 
@@ -130,21 +134,23 @@ struct Sender {
     const BatchJob& job = params.jobs[at.job];
     const int tile = at.FirstTile(params) + (WarpId() & ((1 << params.tile_shift) - 1));
     const int own_parallel = WarpId() >> params.tile_shift;
-    const Segment own(params, at, own_parallel);
+    const BatchSegment own(params, at, own_parallel);
     const bool idle = own_parallel >= 1 << params.parallel_shift || tile >= job.tiles;
     steps = idle ? 0 : own.steps;
     weights = job.w + tile * job.tile_bytes + own.lane * job.matrix_bytes +
-              own.slice * (kSliceChunks<DType::kQ8_0> * kChunkBytes<DType::kQ8_0>)+16 * LaneId();
-    const int tiles = TilesOf(job.x);
+              own.slice * kSliceBytes + 16 * LaneId();
 #pragma unroll
     for (int i = 0; i < kXSteps; ++i) {
       const int place = WarpId() + i * kBatchWarps;
       const int parallel = place >> params.step_shift;
-      const Segment segment(params, at, parallel);
+      const BatchSegment segment(params, at, parallel);
+      const int step = job.x_step + segment.lane * job.lane_steps + segment.slice * kSliceSteps +
+                       (place & ((1 << params.step_shift) - 1));
+      const int64_t before = int64_t{step} * tiles;
       x_steps[i] = parallel < 1 << params.parallel_shift ? segment.steps : 0;
-      x_from[i] = (job.x_step + segment.lane * job.lane_steps + segment.slice * kSliceSteps +
-                   (place & ((1 << params.step_shift) - 1))) *
-                  tiles;
+      x[i] = reinterpret_cast<const std::byte*>(job.x.q) + before * kXTileBytes + 16 * LaneId();
+      x_scales[i] =
+          reinterpret_cast<const std::byte*>(job.x.scale) + before * kXScaleBytes + 16 * LaneId();
     }
   }
 };
@@ -248,7 +254,7 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) {
     if (!sender.AtEnd(params)) {
-      sender.SendX(params, stage + kBatchWarps * item_bytes);
+      sender.SendX(stage + kBatchWarps * item_bytes);
       sender.Next(params);
     }
     CopyAsyncCommit();
@@ -258,7 +264,7 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
   stage = memory;
 
   Sums<kTiles> sums = {};
-  Cursor at(params);
+  BatchCursor at(params);
 #pragma unroll 1
   while (!at.AtEnd(params)) {
     const Item<kTiles> item(params, at);
@@ -268,7 +274,7 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
       __syncthreads();  // all copies are there, and nobody reads the free stage any more
       if (!sender.AtEnd(params)) {
         sender.SendWeights(params, free + warp * item_bytes);
-        sender.SendX(params, free + kBatchWarps * item_bytes);
+        sender.SendX(free + kBatchWarps * item_bytes);
         sender.Next(params);
       }
       CopyAsyncCommit();
