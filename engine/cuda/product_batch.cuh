@@ -54,7 +54,6 @@ struct BatchParams {
   int passes;
   int tile_shift;      // 2^tile_shift row tiles in a pass
   int parallel_shift;  // 2^parallel_shift segments side by side
-  int step_shift;      // 2^step_shift steps in a stage
   int x_tile_shift;    // 2^x_tile_shift tiles of x are what totals have room for
   int num_stages;      // of the ring
   int stage_bytes;
@@ -68,7 +67,8 @@ __device__ __forceinline__ int LaneOf(const BatchJob& job, int segment) {
   return static_cast<int>(static_cast<uint32_t>(segment) * job.slice_inverse >> 16);
 }
 
-// The stages of a block, in order.
+// The stages of a block, in order; kSteps: of a stage.
+template <int kSteps>
 struct BatchCursor {
   int pass;
   int job = 0;
@@ -82,9 +82,7 @@ struct BatchCursor {
   __device__ __forceinline__ bool AtEnd(const BatchParams& params) const {
     return pass >= params.passes;
   }
-  __device__ __forceinline__ bool EndsWave(const BatchParams& params) const {
-    return step + (1 << params.step_shift) == kSliceSteps;
-  }
+  __device__ __forceinline__ bool EndsWave() const { return step + kSteps == kSliceSteps; }
   __device__ __forceinline__ bool IsLastWave(const BatchParams& params) const {
     return first_segment + (1 << params.parallel_shift) >= params.jobs[job].segments;
   }
@@ -92,8 +90,8 @@ struct BatchCursor {
     return (pass - params.jobs[job].first_pass) << params.tile_shift;
   }
   __device__ __forceinline__ void Next(const BatchParams& params) {
-    const bool wave_ends = EndsWave(params);
-    step = wave_ends ? 0 : step + (1 << params.step_shift);
+    const bool wave_ends = EndsWave();
+    step = wave_ends ? 0 : step + kSteps;
     if (!wave_ends) return;
     const bool pass_ends = IsLastWave(params);
     first_segment = pass_ends ? 0 : first_segment + (1 << params.parallel_shift);
@@ -115,7 +113,8 @@ struct BatchSegment {
   int slice;
   int steps;  // 0: there is none
 
-  __device__ __forceinline__ BatchSegment(const BatchParams& params, const BatchCursor& at,
+  template <int kSteps>
+  __device__ __forceinline__ BatchSegment(const BatchParams& params, const BatchCursor<kSteps>& at,
                                           int parallel)
       : index(at.first_segment + parallel) {
     const BatchJob& job = params.jobs[at.job];
@@ -148,10 +147,10 @@ __device__ __forceinline__ void AddToTotal(const BatchParams& params, const Batc
 // At the end of a wave: `add` is called for one segment of each lane after the other. parallel: how
 // many segments of the wave are before the warp's. All threads come, and meet at the end.
 template <class Add>
-__device__ __forceinline__ void AddInTurn(const BatchParams& params, const BatchCursor& at,
+__device__ __forceinline__ void AddInTurn(const BatchParams& params, const BatchJob& job,
                                           int parallel, const BatchSegment& segment, Add add) {
   const int before = min(parallel, segment.slice);
-  const int turns = min(1 << params.parallel_shift, params.jobs[at.job].slices);
+  const int turns = min(1 << params.parallel_shift, job.slices);
 #pragma unroll 1
   for (int turn = 0; turn < turns; ++turn) {
     if (turn == before && segment.steps != 0) add();
@@ -160,10 +159,9 @@ __device__ __forceinline__ void AddInTurn(const BatchParams& params, const Batch
 }
 
 // Values as a lane of a warp holds them: 4 times (row g or g + 8, x row 2t or 2t + 1).
-__device__ __forceinline__ void StorePlainTotals(const BatchParams& params, const BatchCursor& at,
-                                                 const float* totals) {
-  const BatchJob& job = params.jobs[at.job];
-  const int first_row = at.FirstTile(params) * kTileRows;
+__device__ __forceinline__ void StorePlainTotals(const BatchParams& params, const BatchJob& job,
+                                                 int first_tile, const float* totals) {
+  const int first_row = first_tile * kTileRows;
   const int count = 4 * kWarpSize << (params.x_tile_shift + params.tile_shift);  // of a lane
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kBatchThreads) {
@@ -187,10 +185,8 @@ __device__ __forceinline__ void StorePlainTotals(const BatchParams& params, cons
 }
 
 // The same where blocks of 32 rows are quantised: a warp for each block and x row.
-__device__ __forceinline__ void StoreQuantisedTotals(const BatchParams& params,
-                                                     const BatchCursor& at, const float* totals) {
-  const BatchJob& job = params.jobs[at.job];
-  const int first_tile = at.FirstTile(params);
+__device__ __forceinline__ void StoreQuantisedTotals(const BatchParams& params, const BatchJob& job,
+                                                     int first_tile, const float* totals) {
   const int blocks = min(1 << params.tile_shift, job.tiles - first_tile) / 2;
   const int in_tile = LaneId() % kTileRows;
 #pragma unroll 1
@@ -207,13 +203,13 @@ __device__ __forceinline__ void StoreQuantisedTotals(const BatchParams& params,
   }
 }
 
-__device__ __forceinline__ void StoreTotals(const BatchParams& params, const BatchCursor& at,
-                                            const float4* totals) {
+__device__ __forceinline__ void StoreTotals(const BatchParams& params, const BatchJob& job,
+                                            int first_tile, const float4* totals) {
   const float* values = reinterpret_cast<const float*>(totals);
-  if (params.jobs[at.job].out.q != nullptr) {
-    StoreQuantisedTotals(params, at, values);
+  if (job.out.q != nullptr) {
+    StoreQuantisedTotals(params, job, first_tile, values);
   } else {
-    StorePlainTotals(params, at, values);
+    StorePlainTotals(params, job, first_tile, values);
   }
 }
 

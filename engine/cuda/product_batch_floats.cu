@@ -10,8 +10,9 @@
 namespace ds4::cuda {
 namespace {
 
-constexpr int kStepShift = 1;  // a stage: 64 columns
-constexpr int kStageCols = 32 << kStepShift;
+constexpr int kSteps = 2;  // of a stage
+constexpr int kStageCols = 32 * kSteps;
+using Cursor = BatchCursor<kSteps>;
 constexpr int kTileShift = 1;
 constexpr int kTiles = 1 << kTileShift;
 constexpr int kXRowBytes = kStageCols * 4;
@@ -21,63 +22,59 @@ constexpr int kPieceBytes = 512;  // what a warp sends at once
 // Weights of a row tile in a stage.
 template <DType kType>
 inline constexpr int kTileBytes = kChunkBytes<kType>* kStageCols / kChunkCols<kType>;
-__device__ __forceinline__ int StageTileBytes(DType dtype) {
-  return dtype == DType::kF32 ? kTileBytes<DType::kF32> : kTileBytes<DType::kF16>;
-}
 constexpr int kMaxTileBytes = kTileBytes<DType::kF32>;
 
+// What a warp multiplies in a wave; it also sends what it needs alone, and its share of what the
+// warps with the same segment need.
 struct Item {
   int x_tile;
   int parallel;  // the segment is the wave's
   BatchSegment segment;
 
-  __device__ __forceinline__ Item(const BatchParams& params, const BatchCursor& at)
+  __device__ __forceinline__ Item(const BatchParams& params, const Cursor& at)
       : x_tile(WarpId() & ((1 << params.x_tile_shift) - 1)),
         parallel(WarpId() >> params.x_tile_shift),
         segment(params, at, parallel) {
-    const bool idle = parallel >= 1 << params.parallel_shift || 8 * x_tile >= params.x_rows;
-    if (idle) segment.steps = 0;
+    if (parallel >= 1 << params.parallel_shift) segment.steps = 0;
   }
 };
 
 // A stage: weights [segment][row tile][kMaxTileBytes], then x [segment][row][kStageCols].
-__device__ __forceinline__ void SendWeights(const BatchParams& params, const BatchCursor& at,
+__device__ __forceinline__ void SendWeights(const BatchParams& params, const Cursor& at,
                                             std::byte* stage) {
+  const Item item(params, at);
+  if (at.step >= item.segment.steps) return;
   const BatchJob& job = params.jobs[at.job];
-  const int bytes = StageTileBytes(job.dtype);
-  const int pieces = bytes / kPieceBytes;  // of a tile
-  const int count = kTiles * pieces << params.parallel_shift;
+  const int piece_shift = job.dtype == DType::kF32 ? 3 : 2;  // of the pieces of a tile
   const int first_tile = at.FirstTile(params);
+  const int tiles = min(kTiles, job.tiles - first_tile);
+  const int stages_before = (item.segment.slice * kSliceSteps + at.step) / kSteps;
+  const std::byte* from = job.w + first_tile * job.tile_bytes +
+                          item.segment.lane * job.matrix_bytes +
+                          (stages_before << piece_shift) * kPieceBytes + 16 * LaneId();
+  std::byte* to = stage + item.parallel * (kTiles * kMaxTileBytes) + 16 * LaneId();
 #pragma unroll 1
-  for (int i = WarpId(); i < count; i += kBatchWarps) {
-    const int both = i / pieces;
-    const int tile = both % kTiles;
-    const BatchSegment segment(params, at, both / kTiles);
-    if (at.step >= segment.steps || first_tile + tile >= job.tiles) continue;
-    const int in_tile = (i - both * pieces) * kPieceBytes + 16 * LaneId();
-    const int stages_before = (segment.slice * kSliceSteps + at.step) >> kStepShift;
-    CopyAsync16(stage + both * kMaxTileBytes + in_tile,
-                job.w + (first_tile + tile) * job.tile_bytes + segment.lane * job.matrix_bytes +
-                    stages_before * bytes + in_tile);
+  for (int i = item.x_tile; i < tiles << piece_shift; i += 1 << params.x_tile_shift) {
+    const int tile = i >> piece_shift;
+    const int piece = i - (tile << piece_shift);
+    CopyAsync16(to + tile * kMaxTileBytes + piece * kPieceBytes,
+                from + tile * job.tile_bytes + piece * kPieceBytes);
   }
 }
 
 // Two rows of x at a time.
-__device__ __forceinline__ void SendX(const BatchParams& params, const BatchCursor& at,
-                                      std::byte* x) {
+__device__ __forceinline__ void SendX(const BatchParams& params, const Cursor& at, std::byte* x) {
+  const Item item(params, at);
+  if (at.step >= item.segment.steps) return;
   const BatchJob& job = params.jobs[at.job];
-  const int pair_shift = params.x_tile_shift + 2;
-  const int count = 1 << (params.parallel_shift + pair_shift);
-  const int half = LaneId() / 16;
-#pragma unroll 2
-  for (int i = WarpId(); i < count; i += kBatchWarps) {
-    const BatchSegment segment(params, at, i >> pair_shift);
-    const int row = 2 * (i & ((1 << pair_shift) - 1)) + half;
-    if (at.step >= segment.steps) continue;
-    const int col =
-        (job.x_step + segment.lane * job.lane_steps + segment.slice * kSliceSteps + at.step) * 32;
-    CopyAsync16If(row < params.x_rows, x + i * (2 * kXRowBytes) + 16 * LaneId(),
-                  job.x.f32 + row * job.x.cols + col + LaneId() % 16 * 4);
+  const int row = 8 * item.x_tile + LaneId() / 16;
+  const int step =
+      job.x_step + item.segment.lane * job.lane_steps + item.segment.slice * kSliceSteps + at.step;
+  const float* from = job.x.f32 + row * job.x.cols + step * 32 + LaneId() % 16 * 4;
+  x += WarpId() * kXTileBytes + 16 * LaneId();
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    CopyAsync16If(row + i < params.x_rows, x + i * kXRowBytes, from + i * job.x.cols);
   }
 }
 
@@ -133,9 +130,9 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
   const int weight_bytes = kTiles * kMaxTileBytes << params.parallel_shift;
   std::byte* const end = memory + params.num_stages * params.stage_bytes;
   float4* totals = reinterpret_cast<float4*>(end);
-  BatchCursor next(params);  // to be sent for
+  Cursor next(params);  // to be sent for
 
-  BatchCursor first = next;
+  Cursor first = next;
 #pragma unroll 1
   for (int i = 0; i < ahead && !first.AtEnd(params); ++i) {
     SendWeights(params, first, memory + i * params.stage_bytes);
@@ -157,7 +154,7 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
 
   float part[kTiles][8][2] = {};
 #pragma unroll 1
-  for (BatchCursor at(params); !at.AtEnd(params); at.Next(params)) {
+  for (Cursor at(params); !at.AtEnd(params); at.Next(params)) {
     WaitForStage(params);
     __syncthreads();  // all copies are there, and nobody reads the free stage any more
     if (!next.AtEnd(params)) {
@@ -167,10 +164,9 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
     }
     CopyAsyncCommit();
     const Item item(params, at);
-    if (at.step < item.segment.steps) {
+    if (at.step < item.segment.steps && 8 * item.x_tile < params.x_rows) {
       const std::byte* weights = stage + item.parallel * (kTiles * kMaxTileBytes);
-      const std::byte* x = stage + weight_bytes +
-                           ((item.parallel << params.x_tile_shift) + item.x_tile) * kXTileBytes;
+      const std::byte* x = stage + weight_bytes + WarpId() * kXTileBytes;
       switch (params.jobs[at.job].dtype) {
         case DType::kF16:
           DotStage<DType::kF16>(weights, x, part);
@@ -184,7 +180,8 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
     }
     free = stage;
     stage = stage + params.stage_bytes == end ? memory : stage + params.stage_bytes;
-    if (!at.EndsWave(params)) continue;
+    if (!at.EndsWave()) continue;
+    const BatchJob& job = params.jobs[at.job];
     float sums[kTiles][1][4];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -192,7 +189,7 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
 #pragma unroll
       for (int j = 0; j < 8; ++j) part[tile][j][0] = part[tile][j][1] = 0.0f;
     }
-    AddInTurn(params, at, item.parallel, item.segment, [&] {
+    AddInTurn(params, job, item.parallel, item.segment, [&] {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const float(&sum)[4] = sums[tile][0];
@@ -200,7 +197,7 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
                    make_float4(sum[0], sum[1], sum[2], sum[3]), totals);
       }
     });
-    if (at.IsLastWave(params)) StoreTotals(params, at, totals);
+    if (at.IsLastWave(params)) StoreTotals(params, job, at.FirstTile(params), totals);
   }
 }
 
@@ -209,7 +206,6 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
 bool LaunchFloatBatch(const LaunchContext& launch, BatchParams& params) {
   const int x_tiles = (params.x_rows + 7) / 8;
   params.x_tile_shift = std::bit_width(static_cast<unsigned>(x_tiles - 1));
-  params.step_shift = kStepShift;
   const int segments = CutPasses(params, kTileShift);
   const int parallel = std::min(segments, kBatchWarps >> params.x_tile_shift);
   params.parallel_shift = std::bit_width(static_cast<unsigned>(parallel - 1));

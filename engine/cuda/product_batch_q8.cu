@@ -20,6 +20,8 @@ constexpr int kMaxXBytes = 36 * 1024;  // of a stage
 // belong to.
 constexpr int kStepBytes = 512;
 constexpr int kScaleBytes = 128;
+template <int kSteps>
+inline constexpr int kItemBytes = kSteps* kStepBytes + kScaleBytes;
 // x of one step for a tile of 8 rows, in a stage: all tiles' values, then all tiles' scales.
 constexpr int kXTileBytes = 256;
 constexpr int kXScaleBytes = 32;
@@ -43,7 +45,8 @@ struct Item {
   int parallel;  // the segment is the wave's
   BatchSegment segment;
 
-  __device__ __forceinline__ Item(const BatchParams& params, const BatchCursor& at)
+  template <int kSteps>
+  __device__ __forceinline__ Item(const BatchParams& params, const BatchCursor<kSteps>& at)
       : x_tile(WarpId() % kHalves * Shape<kTiles>::kXTiles),
         tile((WarpId() / kHalves & ((1 << GroupShift(params)) - 1)) * kRowTiles),
         tiles(min(min(kRowTiles, 1 << params.tile_shift),
@@ -67,12 +70,12 @@ inline constexpr int kXStepBytes = (kXTileBytes + kXScaleBytes) * kTiles;
 
 // Sends for the stages of a block, in order. A warp sends for one row tile of one segment, and for
 // some x. What stays the same for a wave is worked out once.
-template <int kTiles>
+template <int kTiles, int kSteps>
 struct Sender {
   // Steps of x of a stage that a warp sends, at most.
   static constexpr int kXSteps = kMaxXBytes / kXStepBytes<kTiles> < 2 * kBatchWarps ? 1 : 2;
 
-  BatchCursor at;
+  BatchCursor<kSteps> at;
   int tiles;  // of x
   // What this lane copies of the segment's first step; nothing of segments with 0 steps.
   int steps;
@@ -94,20 +97,16 @@ struct Sender {
   }
 
   // own: the warp's part of the stage.
-  __device__ __forceinline__ void SendWeights(const BatchParams& params, std::byte* own) const {
+  __device__ __forceinline__ void SendWeights(std::byte* own) const {
     if (at.step >= steps) return;
     const std::byte* chunk = weights + at.step / kChunkSteps * kChunkBytes<DType::kQ8_0>;
     const std::byte* from = chunk + at.step % kChunkSteps * kStepBytes;
     std::byte* to = own + 16 * LaneId();
-    CopyAsync16(to, from);
-    CopyAsync16(to + kStepBytes, from + kStepBytes);
-    if (params.step_shift == 2) {
-      CopyAsync16(to + 2 * kStepBytes, from + 2 * kStepBytes);
-      CopyAsync16(to + 3 * kStepBytes, from + 3 * kStepBytes);
-    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) CopyAsync16(to + i * kStepBytes, from + i * kStepBytes);
     const std::byte* scales =
         chunk + kChunkSteps * kStepBytes + at.step % kChunkSteps / 4 * kScaleBytes;
-    CopyAsync16If(LaneId() < kScaleBytes / 16, to + (kStepBytes << params.step_shift), scales);
+    CopyAsync16If(LaneId() < kScaleBytes / 16, to + kSteps * kStepBytes, scales);
   }
   // to: the stage's x, [segment][step].
   __device__ __forceinline__ void SendX(std::byte* to) const {
@@ -142,10 +141,10 @@ struct Sender {
 #pragma unroll
     for (int i = 0; i < kXSteps; ++i) {
       const int place = WarpId() + i * kBatchWarps;
-      const int parallel = place >> params.step_shift;
+      const int parallel = place / kSteps;
       const BatchSegment segment(params, at, parallel);
-      const int step = job.x_step + segment.lane * job.lane_steps + segment.slice * kSliceSteps +
-                       (place & ((1 << params.step_shift) - 1));
+      const int step =
+          job.x_step + segment.lane * job.lane_steps + segment.slice * kSliceSteps + place % kSteps;
       const int64_t before = int64_t{step} * tiles;
       x_steps[i] = parallel < 1 << params.parallel_shift ? segment.steps : 0;
       x[i] = reinterpret_cast<const std::byte*>(job.x.q) + before * kXTileBytes + 16 * LaneId();
@@ -158,17 +157,17 @@ struct Sender {
 template <int kTiles>
 using Sums = float[Shape<kTiles>::kRowTiles][Shape<kTiles>::kXTiles][4];
 
-// sums += two steps. weights: of the first row tile, item_bytes apart; scales: theirs, rows g, g +
-// 8 of each step; x: of the first x tile.
-template <int kTiles>
+// sums += two steps. weights: of the first row tile, the next is kItemBytes on; scales: theirs,
+// rows g, g + 8 of each step; x: of the first x tile.
+template <int kTiles, int kItemBytes>
 __device__ __forceinline__ void DotTwoSteps(const std::byte* weights, const std::byte* scales,
-                                            int item_bytes, const std::byte* x,
-                                            const std::byte* x_scales, Sums<kTiles>& sums) {
+                                            const std::byte* x, const std::byte* x_scales,
+                                            Sums<kTiles>& sums) {
   constexpr int kRowTiles = Shape<kTiles>::kRowTiles;
   uint2 both_scales[kRowTiles];
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
-    both_scales[m] = *reinterpret_cast<const uint2*>(scales + m * item_bytes);
+    both_scales[m] = *reinterpret_cast<const uint2*>(scales + m * kItemBytes);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -176,7 +175,7 @@ __device__ __forceinline__ void DotTwoSteps(const std::byte* weights, const std:
     float2 dw[kRowTiles];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      w[m] = Load16(weights + m * item_bytes + i * kStepBytes);
+      w[m] = Load16(weights + m * kItemBytes + i * kStepBytes);
       dw[m] = Half2ToFloat2(i == 0 ? both_scales[m].x : both_scales[m].y);
     }
 #pragma unroll
@@ -201,51 +200,48 @@ __device__ __forceinline__ void DotTwoSteps(const std::byte* weights, const std:
   }
 }
 
-template <int kTiles>
+template <int kTiles, int kSteps>
 __device__ __forceinline__ void DotStage(const BatchParams& params, const Item<kTiles>& item,
                                          int first_step, const std::byte* stage,
                                          Sums<kTiles>& sums) {
   if (first_step >= item.segment.steps) return;
-  const int steps = 1 << params.step_shift;
-  const int item_bytes = steps * kStepBytes + kScaleBytes;
   const std::byte* weights =
-      stage + ((item.parallel << params.tile_shift) + item.tile) * item_bytes;
+      stage + ((item.parallel << params.tile_shift) + item.tile) * kItemBytes<kSteps>;
   const std::byte* scales =
-      weights + steps * kStepBytes + 16 * (LaneId() / 4) + 4 * (first_step % 4);
+      weights + kSteps * kStepBytes + 16 * (LaneId() / 4) + 4 * (first_step % 4);
   const std::byte* x =
-      stage + kBatchWarps * item_bytes + (item.parallel << params.step_shift) * kXStepBytes<kTiles>;
+      stage + kBatchWarps * kItemBytes<kSteps> + item.parallel * (kSteps * kXStepBytes<kTiles>);
   const std::byte* x_scales =
       x + kTiles * kXTileBytes + item.x_tile * kXScaleBytes + 8 * (LaneId() % 4);
   weights += 16 * LaneId();
   x += item.x_tile * kXTileBytes + 8 * LaneId();
-#pragma unroll 1
-  for (int step = 0; step < steps; step += 2) {
-    DotTwoSteps<kTiles>(weights, scales, item_bytes, x, x_scales, sums);
-    weights += 2 * kStepBytes;
-    scales += 8;
-    x += 2 * kXStepBytes<kTiles>;
-    x_scales += 2 * kXStepBytes<kTiles>;
+  constexpr int kUnroll = kTiles > 2 ? 1 : 2;  // as much code for few tiles as for many
+#pragma unroll kUnroll
+  for (int step = 0; step < kSteps; step += 2) {
+    DotTwoSteps<kTiles, kItemBytes<kSteps>>(weights + step * kStepBytes, scales + 4 * step,
+                                            x + step * kXStepBytes<kTiles>,
+                                            x_scales + step * kXStepBytes<kTiles>, sums);
   }
 }
 
-// kTiles: of x, at least as many as there are.
-template <int kTiles>
+// kTiles: of x, at least as many as there are. kSteps: of a stage.
+template <int kTiles, int kSteps>
 __global__ void __launch_bounds__(kBatchThreads, 1)
     QuantisedBatchKernel(const __grid_constant__ BatchParams params) {
   DS4_DYNAMIC_SHARED(memory);
   LaunchDependents();
   const int warp = WarpId();
-  const int item_bytes = (kStepBytes << params.step_shift) + kScaleBytes;
+  constexpr int kAllItemBytes = kBatchWarps * kItemBytes<kSteps>;
   const int ahead = params.num_stages - 1;
   std::byte* const end = memory + params.num_stages * params.stage_bytes;
   float4* totals = reinterpret_cast<float4*>(end);
-  Sender<kTiles> sender(params);
+  Sender<kTiles, kSteps> sender(params);
 
   {
-    Sender<kTiles> first = sender;
+    Sender<kTiles, kSteps> first = sender;
 #pragma unroll 1
     for (int i = 0; i < ahead && !first.AtEnd(params); ++i) {
-      first.SendWeights(params, memory + i * params.stage_bytes + warp * item_bytes);
+      first.SendWeights(memory + i * params.stage_bytes + warp * kItemBytes<kSteps>);
       first.Next(params);
     }
   }
@@ -254,7 +250,7 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) {
     if (!sender.AtEnd(params)) {
-      sender.SendX(stage + kBatchWarps * item_bytes);
+      sender.SendX(stage + kAllItemBytes);
       sender.Next(params);
     }
     CopyAsyncCommit();
@@ -264,7 +260,7 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
   stage = memory;
 
   Sums<kTiles> sums = {};
-  BatchCursor at(params);
+  BatchCursor<kSteps> at(params);
 #pragma unroll 1
   while (!at.AtEnd(params)) {
     const Item<kTiles> item(params, at);
@@ -273,18 +269,19 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
       WaitForStage(params);
       __syncthreads();  // all copies are there, and nobody reads the free stage any more
       if (!sender.AtEnd(params)) {
-        sender.SendWeights(params, free + warp * item_bytes);
-        sender.SendX(free + kBatchWarps * item_bytes);
+        sender.SendWeights(free + warp * kItemBytes<kSteps>);
+        sender.SendX(free + kAllItemBytes);
         sender.Next(params);
       }
       CopyAsyncCommit();
-      DotStage<kTiles>(params, item, at.step, stage, sums);
+      DotStage<kTiles, kSteps>(params, item, at.step, stage, sums);
       free = stage;
       stage = stage + params.stage_bytes == end ? memory : stage + params.stage_bytes;
-      if (at.EndsWave(params)) break;
+      if (at.EndsWave()) break;
       at.Next(params);
     }
-    AddInTurn(params, at, item.parallel, item.segment, [&] {
+    const BatchJob& job = params.jobs[at.job];
+    AddInTurn(params, job, item.parallel, item.segment, [&] {
 #pragma unroll
       for (int m = 0; m < Shape<kTiles>::kRowTiles; ++m) {
         if (m >= item.tiles) break;
@@ -301,21 +298,28 @@ __global__ void __launch_bounds__(kBatchThreads, 1)
 #pragma unroll
       for (auto& sum : tile) sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
     }
-    if (at.IsLastWave(params)) StoreTotals(params, at, totals);
+    if (at.IsLastWave(params)) StoreTotals(params, job, at.FirstTile(params), totals);
     at.Next(params);
   }
 }
 
 // ---- Host side.
 
+int XBytes(const BatchParams& params, int x_tiles) {  // of a step of all segments
+  return x_tiles * (kXTileBytes + kXScaleBytes) << params.parallel_shift;
+}
+// Of a stage.
+int StepsOf(const BatchParams& params, int x_tiles) {
+  return XBytes(params, x_tiles) * kMaxSteps <= kMaxXBytes ? kMaxSteps : kMaxSteps / 2;
+}
+
 bool Cut(BatchParams& params, int x_tiles, int tile_shift) {
   const int segments = CutPasses(params, tile_shift);
   const int parallel = std::min({segments, kMaxParallel, kBatchWarps >> tile_shift});
   params.parallel_shift = std::bit_width(static_cast<unsigned>(parallel - 1));
-  const int x_bytes = x_tiles * (kXTileBytes + kXScaleBytes) << params.parallel_shift;
-  params.step_shift = x_bytes * kMaxSteps <= kMaxXBytes ? 2 : 1;
-  return ChooseStages(params, kBatchWarps * ((kStepBytes << params.step_shift) + kScaleBytes) +
-                                  (x_bytes << params.step_shift));
+  const int steps = StepsOf(params, x_tiles);
+  return ChooseStages(
+      params, kBatchWarps * (steps * kStepBytes + kScaleBytes) + steps * XBytes(params, x_tiles));
 }
 
 // About how many cycles an SM needs for 256 columns of its passes: the x of each comes from L2 at
@@ -353,14 +357,18 @@ bool LaunchQuantisedBatch(const LaunchContext& launch, BatchParams& params) {
   const auto launch_kernel = [&](auto kernel) {
     Launch(launch, grid, dim3(kBatchThreads), BatchSharedBytes(best), kernel, best);
   };
+  const bool short_stages = StepsOf(best, x_tiles) != kMaxSteps;
+  static_assert(kMaxParallel * kMaxSteps * kXStepBytes<4> <= kMaxXBytes);
   if (x_tiles == 2) {
-    launch_kernel(QuantisedBatchKernel<2>);
+    launch_kernel(QuantisedBatchKernel<2, kMaxSteps>);
   } else if (x_tiles == 4) {
-    launch_kernel(QuantisedBatchKernel<4>);
+    launch_kernel(QuantisedBatchKernel<4, kMaxSteps>);
   } else if (x_tiles == 6) {
-    launch_kernel(QuantisedBatchKernel<6>);
+    launch_kernel(short_stages ? QuantisedBatchKernel<6, kMaxSteps / 2>
+                               : QuantisedBatchKernel<6, kMaxSteps>);
   } else {
-    launch_kernel(QuantisedBatchKernel<8>);
+    launch_kernel(short_stages ? QuantisedBatchKernel<8, kMaxSteps / 2>
+                               : QuantisedBatchKernel<8, kMaxSteps>);
   }
   return true;
 }
