@@ -26,30 +26,6 @@ int64_t SplitRows(const AttentionParams& params) {
   return UsesTiles(params) ? CeilDiv(kRowBlocks, HeadGroups(params)) - 1 : kPlainRows;
 }
 
-// The ids of a lane's keys of the tile that starts at key `first`. Picks are on their way before
-// the position is known: where they stand if the window is full, which it is but for a session's
-// start.
-struct EarlyPicks {
-  int of[2] = {0, 0};
-
-  __device__ __forceinline__ void Load(const AttentionArgs& args, int t, int first) {
-    if (args.job.picks == nullptr) return;
-    const int32_t* picks = args.job.picks + static_cast<int64_t>(t) * args.params.index_top_k;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int w = first + OwnTileRow(i) - args.params.sliding_window;
-      of[i] = static_cast<int>(LoadEarly4(picks + min(max(w, 0), args.params.index_top_k - 1)));
-    }
-  }
-  __device__ __forceinline__ int2 Ids(const AttentionArgs& args, const RowKeys& keys,
-                                      int first) const {
-    if (keys.picks == nullptr || keys.num_window < args.params.sliding_window) {
-      return OwnKeyIds(keys, first);
-    }
-    return make_int2(keys.Id(first + OwnTileRow(0), of[0]), keys.Id(first + OwnTileRow(1), of[1]));
-  }
-};
-
 // One split's weighted sums of the block's heads, as far as there are `heads`.
 template <int kDim, int kHeadTiles>
 __device__ __forceinline__ void StorePartial(const AttentionArgs& args, int t, int first_head,

@@ -57,7 +57,7 @@ __device__ __forceinline__ void PrefetchQueries(const AttentionArgs& args, int t
   const int bytes = heads * (kDim * 4 / kWarps);  // of each warp
   const float* q =
       args.job.q + (static_cast<int64_t>(t) * args.params.num_heads + first_head) * kDim;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp = threadIdx.x / 32;
   PrefetchL2(reinterpret_cast<const std::byte*>(q) + warp * bytes, static_cast<uint32_t>(bytes));
 }
 
@@ -67,14 +67,31 @@ __global__ void __launch_bounds__(kTileThreads, 1) TileRowsKernel(AttentionArgs 
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
   using Shared = TileShared<kDim, kHeadTiles, kStages>;
-  constexpr int kPasses = (Shared::kHeads + 31) / 32;
+  constexpr int kPasses = (Shared::kHeads + 31) / 32, kWarps = kTileThreads / 32;
   const Shared shared{memory};
   GridDependencyWait();
   const int t = blockIdx.x, first_head = Shared::kHeads * blockIdx.y;
-  const RowKeys keys = KeysOfRow(args, t);
-  LoadKeyTile<kDim, 1>(args, OwnKeyIds(keys, 0), shared.keys(0));
+  // What needs no position is on its way before the position is used; the norms of the queries come
+  // while the keys are on theirs.
+  const RowPlace place = LoadPlace(args, t);
+  EarlyPicks picks;
+  picks.Load(args, t, 0);
+  constexpr int kOwnHeads = Shared::kHeads / kWarps;
+  HeadChannels<kDim> heads[kOwnHeads];
+  const int warp = threadIdx.x / 32;
+  LoadHeads<kDim>(args, t, first_head, warp, heads);
+  const ChannelAngles<4> angles = LoadHeadAngles<kDim>(args, t);
+  const RowKeys keys = KeysOfRow(args, t, place);
+  LoadKeyTile<kDim, 1>(args, picks.Ids(args, keys, 0), shared.keys(0));
   int2 next_ids = OwnKeyIds(keys, kAttentionSplit);  // one tile ahead of its use
-  LoadQueries<kDim, Shared::kHeads>(args, t, first_head, shared.query());
+  // A loop of one round, which keeps the registers of what follows out of this stretch.
+#pragma unroll 1
+  for (int first = warp; first < Shared::kHeads; first += kOwnHeads * kWarps) {
+#pragma unroll
+    for (int i = 0; i < kOwnHeads; ++i) {
+      NormRotateHead<kDim>(args, angles, heads[i], shared.query(), first + i * kWarps);
+    }
+  }
   if (t + ahead < static_cast<int>(gridDim.x)) {
     PrefetchQueries<kDim, Shared::kHeads>(args, t + ahead, first_head);
   }

@@ -130,24 +130,6 @@ __device__ __forceinline__ void LoadHeads(const AttentionArgs& args, int t, int 
   }
 }
 
-// The block's queries. Up to eight heads of a warp are on their way at once.
-template <int kDim, int kHeads>
-__device__ __forceinline__ void LoadQueries(const AttentionArgs& args, int t, int first_head,
-                                            std::byte* queries) {
-  constexpr int kWarps = kTileThreads / 32;
-  constexpr int kBatch = kHeads / kWarps < 8 ? kHeads / kWarps : 8;
-  const ChannelAngles<4> angles = LoadHeadAngles<kDim>(args, t);
-#pragma unroll 1
-  for (int first = threadIdx.x / 32; first < kHeads; first += kBatch * kWarps) {
-    HeadChannels<kDim> heads[kBatch];
-    LoadHeads<kDim>(args, t, first_head, first, heads);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      NormRotateHead<kDim>(args, angles, heads[i], queries, first + i * kWarps);
-    }
-  }
-}
-
 // A lane brings an eighth of two keys of a tile: of rows OwnTileRow(0) and OwnTileRow(1).
 __device__ __forceinline__ int OwnTileRow(int i) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -157,6 +139,30 @@ __device__ __forceinline__ int OwnTileRow(int i) {
 __device__ __forceinline__ int2 OwnKeyIds(const RowKeys& keys, int first) {
   return make_int2(keys.Id(first + OwnTileRow(0)), keys.Id(first + OwnTileRow(1)));
 }
+
+// The ids of a lane's keys of the tile that starts at key `first`. Picks are on their way before
+// the position is known: where they stand if the window is full, which it is but for a session's
+// start.
+struct EarlyPicks {
+  int of[2] = {0, 0};
+
+  __device__ __forceinline__ void Load(const AttentionArgs& args, int t, int first) {
+    if (args.job.picks == nullptr) return;
+    const int32_t* picks = args.job.picks + static_cast<int64_t>(t) * args.params.index_top_k;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int w = first + OwnTileRow(i) - args.params.sliding_window;
+      of[i] = static_cast<int>(LoadEarly4(picks + min(max(w, 0), args.params.index_top_k - 1)));
+    }
+  }
+  __device__ __forceinline__ int2 Ids(const AttentionArgs& args, const RowKeys& keys,
+                                      int first) const {
+    if (keys.picks == nullptr || keys.num_window < args.params.sliding_window) {
+      return OwnKeyIds(keys, first);
+    }
+    return make_int2(keys.Id(first + OwnTileRow(0), of[0]), keys.Id(first + OwnTileRow(1), of[1]));
+  }
+};
 
 // Starts the copy of a tile's keys, in kGroups groups of neighbouring channels of both halves.
 template <int kDim, int kGroups>
