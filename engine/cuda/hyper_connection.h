@@ -61,7 +61,7 @@ inline SinkhornJob BalanceOf(const HcParams& params, int rows, const float* mixe
 //     known.
 //   rest: slot i: the dot product with row H + i of fn (post and comb).
 // Slots with no such row hold anything. A part is kPartCols columns of all streams, so the order of
-// additions depends on D only. D: a multiple of 8, up to 8192.
+// additions depends on D only. D: a multiple of 8.
 inline constexpr int kPartCols = 32;
 inline constexpr int kStartSlots = 16;
 inline constexpr int kGramSlot = 4;

@@ -21,6 +21,7 @@ constexpr int kAheadParts = 128;             // whose sums are in flight at once
 constexpr int kDiagonal = kGramSlot;         // slots of the streams' squares
 constexpr int kNext = kDiagonal + kStreams;  // of products with the next stream
 constexpr int kSecond = kNext + kStreams;    // with the one behind it
+// Of the streams' squares: a sum with a smaller one is added up column by column.
 constexpr float kCancelled = 1.0f / 64.0f;
 
 struct PreJob {

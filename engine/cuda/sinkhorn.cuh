@@ -17,6 +17,7 @@ struct Factors {
 };
 struct Balance {
   float c[kMaxDeviceStreams][kMaxDeviceStreams];
+  float own;  // c of the lane's entry
   Factors row, column;
 };
 
@@ -36,22 +37,40 @@ __device__ __forceinline__ void Normalise(float eps, const Factors& other, Facto
   }
 }
 
-// Softmax of each row, + eps. z: lane 2H + H i + j holds C[i][j]. Rows and columns that are not
-// there have a one of their own.
+// Row of entry H i + j; any number is good.
+__device__ __forceinline__ int RowOfEntry(int entry, int streams) {
+  int row = 0;
+#pragma unroll
+  for (int i = 1; i < kMaxDeviceStreams; ++i) row += entry >= i * streams ? 1 : 0;
+  return row;
+}
+__device__ __forceinline__ float PickOne(const float (&values)[kMaxDeviceStreams], int which) {
+  float value = values[0];
+#pragma unroll
+  for (int i = 1; i < kMaxDeviceStreams; ++i) value = which == i ? values[i] : value;
+  return value;
+}
+
+// Softmax of each row, + eps. z: lane 2H + H i + j holds C[i][j]. Each lane has the exponential of
+// its own entry: small code, which comes from far away. Rows and columns that are not there have a
+// one of their own.
 __device__ __forceinline__ void StartSinkhorn(float z, int streams, float eps, Balance& m) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int row = RowOfEntry(lane - 2 * streams, streams);
+  const int first = streams * (2 + row);
+  float top = -INFINITY;
+#pragma unroll
+  for (int j = 0; j < kMaxDeviceStreams; ++j) {
+    top = fmaxf(top, __shfl_sync(kFullMask, z, first + min(j, streams - 1)));
+  }
+  const float e = expf(z - top);
 #pragma unroll
   for (int i = 0; i < kMaxDeviceStreams; ++i) {
-    float top = -INFINITY;
-#pragma unroll
-    for (int j = 0; j < kMaxDeviceStreams; ++j) {
-      m.c[i][j] = __shfl_sync(kFullMask, z, (streams * (2 + i) + j) % kWarpSize);
-      if (j < streams) top = fmaxf(top, m.c[i][j]);
-    }
     float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kMaxDeviceStreams; ++j) {
-      const bool there = i < streams && j < streams;
-      m.c[i][j] = there ? expf(m.c[i][j] - top) : i == j ? 1.0f : 0.0f;
+      const float entry = __shfl_sync(kFullMask, e, (streams * (2 + i) + j) % kWarpSize);
+      m.c[i][j] = i < streams && j < streams ? entry : i == j ? 1.0f : 0.0f;
       sum += m.c[i][j];
     }
     // e / sum + eps = (e + eps * sum) / sum: the division becomes the row's first factor.
@@ -64,6 +83,7 @@ __device__ __forceinline__ void StartSinkhorn(float z, int streams, float eps, B
     m.column.inverse[i] = 1.0f;
     m.column.value[i] = 1.0f;
   }
+  m.own = fmaf(eps, PickOne(m.row.inverse, row), e);
 }
 
 // The rest of spec 2.2, step 4: columns, then rows and columns in turn. Lane H i + j gets
@@ -79,38 +99,39 @@ __device__ __forceinline__ float FinishSinkhorn(int streams, int iterations, flo
     Normalise(eps, m.row, m.column, by_column);
   }
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  float entry = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kMaxDeviceStreams; ++i) {
-#pragma unroll
-    for (int j = 0; j < kMaxDeviceStreams; ++j) {
-      if (i < streams && j < streams && lane == streams * i + j) {
-        entry = m.c[i][j] * (m.row.value[i] * m.column.value[j]);
-      }
-    }
-  }
-  return entry;
+  const int i = RowOfEntry(lane, streams), j = lane - i * streams;
+  const float entry = __shfl_sync(kFullMask, m.own, (lane + 2 * streams) % kWarpSize);
+  return entry * (PickOne(m.row.value, i) * PickOne(m.column.value, j));
 }
 
-// One warp: post and comb of a row. z: the row's mix of this thread's lane.
-__device__ __forceinline__ void BalanceRow(const SinkhornJob& job, int row, float z) {
+// One warp: post and comb of a row. z: the row's mix of this thread's lane. Not real: the same
+// code, few iterations, and nothing goes to memory.
+__device__ __forceinline__ void BalanceRow(const SinkhornJob& job, int row, float z,
+                                           bool real = true) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int h = job.streams;
   Balance balance;
   StartSinkhorn(z, h, job.eps, balance);
-  if (lane >= h && lane < 2 * h)
-    job.mix.post[row * h + lane - h] = 2.0f * FastReciprocal(1.0f + expf(-z));
-  const float comb = FinishSinkhorn(h, job.iterations, job.eps, balance);
-  if (lane < h * h) job.mix.comb[row * h * h + lane] = comb;
+  const float post = 2.0f * FastReciprocal(1.0f + expf(-z));
+  if (real && lane >= h && lane < 2 * h) job.mix.post[row * h + lane - h] = post;
+  const float comb = FinishSinkhorn(h, real ? job.iterations : 2, job.eps, balance);
+  if (real && lane < h * h) job.mix.comb[row * h * h + lane] = comb;
 }
 
-// Block `block` of those that do the job, to its end: a row for each of its warps.
+// Block `block` of those that do the job, to its end: a row for each of its warps. Before the mixes
+// are there it fetches its code, which nobody has run for long, by a first turn that counts
+// nothing.
 __device__ __forceinline__ void BalanceRows(const SinkhornJob& job, int block) {
   const int warps = static_cast<int>(blockDim.x) / kWarpSize;
   const int row = block * warps + static_cast<int>(threadIdx.x) / kWarpSize;
   const float* from = job.mixes + row * kMixSlots + threadIdx.x % kWarpSize;
-  GridDependencyWait();
-  if (row < job.rows) BalanceRow(job, row, *from);
+#pragma unroll 1
+  for (int rehearsals = min(job.rows, 1);; --rehearsals) {  // 1, but the compiler must not know it
+    const bool real = rehearsals == 0;
+    if (real) GridDependencyWait();
+    if (row < job.rows) BalanceRow(job, row, real ? *from : 0.0f, real);
+    if (real) return;
+  }
 }
 
 // Blocks of `threads` that a job takes.
