@@ -15,7 +15,11 @@ namespace ds4::cuda {
 inline constexpr int kTeamThreads = kSliceWarps * kWarpSize;
 inline constexpr int kTeamsAnSm = kBlocksAnSm;
 constexpr int TeamsOf(DType dtype) { return dtype == DType::kIQ2_XXS ? kTeamsAnSm : 1; }
-constexpr int RingBytesOf(DType dtype) { return kRingSlots * SlotBytesOf(dtype, kSliceBlocks); }
+inline constexpr int kRingHeadBytes = 32;  // a barrier for each slot
+static_assert(kRingSlots * sizeof(BulkBarrier) <= kRingHeadBytes);
+constexpr int RingBytesOf(DType dtype) {
+  return kRingHeadBytes + kRingSlots * SlotBytesOf(dtype, kSliceBlocks);
+}
 template <DType kType>
 inline constexpr int kTeams = TeamsOf(kType);
 template <DType kType>
@@ -54,14 +58,11 @@ template <DType kType>
 struct UpRing {
   static constexpr int kSlot = kSlotBytes<kType, kSliceBlocks>;
   const UpKernelJob& job;
-  std::byte* ring;  // kRingSlots * kSlot bytes, private to the warp
+  std::byte* ring;  // kRingBytes<kType>, private to the warp
   int own_slice;    // the first of the warp's
 
-  // Addresses are of the lane's own 16 bytes.
   const std::byte* part = nullptr;  // gate or up of one row tile in the slice in hand
   const std::byte* from = nullptr;  // its next stage
-  int64_t to_up = 0;                // from a part of gate to that of up
-  int64_t to_tile = 0;              // from a part of up to that of gate in the second tile
   int slice = 1 << 20;
   int parts_left = 0;
   int stages_left = 0;  // of the part
@@ -70,8 +71,17 @@ struct UpRing {
   const std::byte* next = nullptr;  // first part of the item after this one
   bool next_shared = false;
   bool has_next = false;
-  int slot = 0;   // of the oldest stage
+  int slot = 0;  // of the oldest stage
+  uint32_t parity = 0;
   int begun = 0;  // slots that Begin has filled
+
+  // Before all else.
+  __device__ __forceinline__ void Init() {
+    if (LaneId() == 0) {
+      for (int i = 0; i < kRingSlots; ++i) InitBulk(Full(i));
+    }
+    __syncwarp();
+  }
 
   __device__ __forceinline__ void SetNext(const UpCursor& item) {
     next_shared = item.shared;
@@ -79,113 +89,117 @@ struct UpRing {
     const MatrixShape& w = job.shapes[item.shared ? 1 : 0][0];
     next = w.data + item.expert * w.matrix_bytes +
            int64_t{item.row_block} * (kItemTiles * w.tile_bytes) +
-           (own_slice * (kSliceBlocks * w.chunk_bytes) + 16 * LaneId());
+           own_slice * (kSliceBlocks * w.chunk_bytes);
   }
   // Asks for the first stages as far as items are known; may be called again.
   __device__ __forceinline__ void Begin() {
 #pragma unroll 1
     while (begun < kRingSlots && Put<true>(begun)) ++begun;
   }
-  // Once, after the last Begin: an empty slot counts as a copy.
-  __device__ __forceinline__ void EndBegin() {
-    for (; begun < kRingSlots; ++begun) CopyAsyncCommit();
-  }
   // The oldest stage; the warp may write there.
   __device__ __forceinline__ std::byte* Wait() {
-    CopyAsyncWait<kRingSlots - 1>();
-    __syncwarp();
-    return ring + slot * kSlot;
+    WaitBulk(Full(slot), parity);
+    return Slot(slot);
   }
   // kShared: the stages that take the place may be the shared expert's.
   template <bool kShared>
   __device__ __forceinline__ void Release() {
     __syncwarp();
-    if (!Put<kShared>(slot)) CopyAsyncCommit();
-    slot = slot + 1 == kRingSlots ? 0 : slot + 1;
+    Put<kShared>(slot);
+    const bool wraps = slot + 1 == kRingSlots;
+    slot = wraps ? 0 : slot + 1;
+    parity ^= wraps ? 1 : 0;
   }
 
  private:
+  __device__ __forceinline__ BulkBarrier* Full(int place) {
+    return reinterpret_cast<BulkBarrier*>(ring) + place;
+  }
+  __device__ __forceinline__ std::byte* Slot(int place) {
+    return ring + (kRingHeadBytes + place * kSlot);
+  }
   // A part of routed weights that is one stage needs no count of stages.
   static constexpr bool kOneStage = kType != DType::kQ8_0 && kStages<kType> == 1;
 
   template <bool kShared>
   __device__ __forceinline__ bool Put(int place) {
     if ((kOneStage && !kShared) || stages_left == 0) {
-      if (!NextPart()) return false;
+      if (!NextPart<kShared>()) return false;
       from = part;
       stages_left = kType == DType::kQ8_0 || (kShared && shared) ? 2 * columns
                     : kOneStage                                  ? 1
                                                                  : columns;
     }
     --stages_left;
-    std::byte* to = ring + place * kSlot + 16 * LaneId();
     if (kType == DType::kQ8_0 || (kShared && shared)) {
-      PutHalf(to);
+      // The first half of a chunk is followed by the second half's codes, then by the scales of
+      // both.
+      const bool first = stages_left % 2 != 0;
+      if (LaneId() == 0) {
+        ExpectBulk(Full(place), kHalfCodes + kHalfScales);
+        CopyBulk(Slot(place), from, kHalfCodes, Full(place));
+        CopyBulk(Slot(place) + kHalfCodes,
+                 from + (first ? 2 * kHalfCodes : kHalfCodes + kHalfScales), kHalfScales,
+                 Full(place));
+      }
+      from += first ? kHalfCodes : kHalfCodes + 2 * kHalfScales;
     } else {
-      constexpr int kBytes = kStageBytes<kType>;
-      if (kOneStage && columns == 1) {
-        Copy<kBytes / 2>(to);
-      } else {
-        Copy<kBytes>(to);
+      constexpr uint32_t kBytes = kStageBytes<kType>;
+      if (LaneId() == 0) {
+        const uint32_t bytes = kOneStage && columns == 1 ? kBytes / 2 : kBytes;
+        ExpectBulk(Full(place), bytes);
+        CopyBulk(Slot(place), from, bytes, Full(place));
       }
       if constexpr (!kOneStage) from += kBytes;
     }
-    CopyAsyncCommit();
     return true;
   }
-  // The first half of a chunk is followed by the second half's codes, then by the scales of both.
-  __device__ __forceinline__ void PutHalf(std::byte* to) {
-    const bool first = stages_left % 2 != 0;
-#pragma unroll
-    for (int i = 0; i < kHalfCodes; i += 512) CopyAsync16(to + i, from + i);
-    CopyAsync16If(LaneId() < kHalfScales / 16, to + kHalfCodes,
-                  from + (first ? 2 * kHalfCodes : kHalfCodes + kHalfScales));
-    from += first ? kHalfCodes : kHalfCodes + 2 * kHalfScales;
+  // The matrices in hand: 0 routed, 1 shared.
+  template <bool kShared>
+  __device__ __forceinline__ int Kind() const {
+    return kShared && shared ? 1 : 0;
   }
-  template <int kBytes>
-  __device__ __forceinline__ void Copy(std::byte* to) {
-    constexpr int kWhole = kBytes / 512 * 512;
-#pragma unroll
-    for (int i = 0; i < kWhole; i += 512) CopyAsync16(to + i, from + i);
-    if constexpr (kWhole < kBytes) {
-      CopyAsync16If(LaneId() < (kBytes - kWhole) / 16, to + kWhole, from + kWhole);
-    }
-  }
+  // From gate to up of a row tile, then to gate of the next one.
+  template <bool kShared>
   __device__ __forceinline__ bool NextPart() {
     if (parts_left == 0) {
-      if (!NextSlice()) return false;
+      if (!NextSlice<kShared>()) return false;
       parts_left = 2 * kItemTiles;
     } else {
-      part += parts_left % 2 != 0 ? to_up : to_tile;
+      const int64_t to_up = job.up_offset[Kind<kShared>()];
+      part += parts_left % 2 != 0 ? to_up : job.shapes[Kind<kShared>()][0].tile_bytes - to_up;
     }
     --parts_left;
     return true;
   }
+  template <bool kShared>
   __device__ __forceinline__ bool NextSlice() {
     if (slice + kSliceWarps < job.num_slices) {
-      const MatrixShape& w = job.shapes[shared ? 1 : 0][0];
+      const MatrixShape& w = job.shapes[Kind<kShared>()][0];
       slice += kSliceWarps;
-      part += kSliceWarps * kSliceBlocks * w.chunk_bytes - w.tile_bytes - to_up;
+      part += kSliceWarps * kSliceBlocks * w.chunk_bytes - w.tile_bytes -
+              job.up_offset[Kind<kShared>()];
     } else {
       if (!has_next) return false;
       has_next = false;
-      shared = next_shared;
+      shared = kShared && next_shared;
       part = next;
       slice = own_slice;
-      to_up = job.up_offset[shared ? 1 : 0];
-      to_tile = job.shapes[shared ? 1 : 0][0].tile_bytes - to_up;
     }
     columns = SliceBlocks(slice, job.shapes[0][0].blocks);
     return true;
   }
 };
 
-// What products see of the ring.
-template <class Ring, bool kShared>
+// What products see of the ring. kWritten: they write to stages.
+template <class Ring, bool kShared, bool kWritten>
 struct RingView {
   Ring& ring;
   __device__ __forceinline__ std::byte* Wait() { return ring.Wait(); }
-  __device__ __forceinline__ void Release() { ring.template Release<kShared>(); }
+  __device__ __forceinline__ void Release() {
+    if constexpr (kWritten) FenceBulk();
+    ring.template Release<kShared>();
+  }
 };
 
 // Sums of one slice of part `unit` of an item. kSliceFloats: between slices.
@@ -209,7 +223,7 @@ template <DType kType, int kSliceFloats, class X, class Ring, class Tables>
 __device__ __forceinline__ void MultiplyRows(const UpKernelJob& job, Ring& ring,
                                              const int (&rows)[X::kCount], bool load, X& x,
                                              const Tables& tables, float* partial) {
-  RingView<Ring, false> view{ring};
+  RingView<Ring, false, false> view{ring};
 #pragma unroll 1
   for (int slice = ring.own_slice; slice < job.num_slices; slice += kSliceWarps) {
     const int columns = SliceBlocks(slice, job.shapes[0][0].blocks);
@@ -259,7 +273,7 @@ template <DType kType, bool kShared, class Ring, class Tables>
 __device__ __forceinline__ void MultiplyGroup(const UpKernelJob& job, Ring& ring,
                                               const GroupX& rows, const Tables& tables,
                                               float* partial) {
-  RingView<Ring, kShared> view{ring};
+  RingView<Ring, kShared, kType == DType::kIQ2_XXS> view{ring};
 #pragma unroll 1
   for (int slice = ring.own_slice; slice < job.num_slices; slice += kSliceWarps) {
     const int columns = SliceBlocks(slice, job.shapes[0][0].blocks);
@@ -412,6 +426,7 @@ __global__ void __launch_bounds__(kTeams<kType>* kTeamThreads, kTeamsAnSm / kTea
   UpCursor next(job, team);
   FirstGroups groups;
   UpRing<kType> ring = {job, room.ring, kTeams<kType> == 1 ? warp : warp % kSliceWarps};
+  ring.Init();
   if (next.num_shared > 0) {
     next.Next(0, groups);
     ring.SetNext(next);
@@ -444,7 +459,6 @@ __global__ void __launch_bounds__(kTeams<kType>* kTeamThreads, kTeamsAnSm / kTea
     ring.SetNext(next);
     ring.Begin();
   }
-  ring.EndBegin();
   __syncthreads();  // the table is there
 
   float* partial = reinterpret_cast<float*>(room.rest);

@@ -154,6 +154,63 @@ __device__ __forceinline__ void LoadMatrix4Trans(uint32_t (&r)[4], const void* s
                : "memory");
 }
 
+// Copies of whole ranges to shared memory that one thread asks for, on sm_90. A barrier counts
+// their bytes in phases: one thread says how many bytes a phase brings and asks for copies of so
+// many; who waits for the phase (parity 0 the first time, then 1, 0, ...) sees them. Addresses and
+// sizes are multiples of 16.
+struct BulkBarrier {
+  uint64_t state;
+};
+// By one thread; others use the barrier after a barrier of theirs.
+__device__ __forceinline__ void InitBulk(BulkBarrier* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#else
+  __trap();
+#endif
+}
+__device__ __forceinline__ void ExpectBulk(BulkBarrier* barrier, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void CopyBulk(void* shared, const void* global, uint32_t bytes,
+                                         BulkBarrier* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(SharedAddress(shared)),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(SharedAddress(barrier))
+      : "memory");
+#endif
+}
+__device__ __forceinline__ void WaitBulk(BulkBarrier* barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done = 0;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(done)
+        : "r"(SharedAddress(barrier)), "r"(parity)
+        : "memory");
+  } while (done == 0);
+#endif
+}
+// Between a thread's own stores to shared memory and a bulk copy to the same place.
+__device__ __forceinline__ void FenceBulk() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // A barrier of `threads` threads of the block, whole warps, who alone use number `barrier`, 1..15.
 __device__ __forceinline__ void SyncThreads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

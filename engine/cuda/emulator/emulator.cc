@@ -91,6 +91,14 @@ struct Barrier {
   uint32_t warps = 0;  // that have threads at it
 };
 
+// A copy that one thread has asked for and another may wait for.
+struct BulkCopy {
+  void* to;
+  const void* from;
+  uint32_t bytes;
+  const void* barrier;
+};
+
 // Stacks for the fibers of one OS thread, each above a page that faults.
 class StackPool {
  public:
@@ -139,6 +147,7 @@ struct Machine {
   unsigned current = 0;
   unsigned at_block = 0, done = 0;
   Barrier barriers[kNumBarriers];
+  std::vector<BulkCopy> bulk_copies;  // not done yet
   const char* barrier_file = nullptr;
   int barrier_line = 0;
 
@@ -403,6 +412,7 @@ void PrepareThreads() {
 void RunBlock() {
   Machine& m = *machine;
   const dim3& block = m.call->block;
+  m.bulk_copies.clear();
   for (unsigned i = 0; i < m.num_threads; ++i) {
     Thread& thread = m.threads[i];
     thread.index = {i % block.x, i / block.x % block.y, i / block.x / block.y};
@@ -485,6 +495,24 @@ void CopyAsync(void* shared, const void* global) {
   CheckAligned(shared, 16, "CopyAsync16 to an address that is not 16-byte aligned");
   CheckAligned(global, 16, "CopyAsync16 from an address that is not 16-byte aligned");
   machine->thread().copies.push_back({shared, global});
+}
+
+void CopyBulk(void* shared, const void* global, uint32_t bytes, const void* barrier) {
+  CheckAligned(shared, 16, "CopyBulk to an address that is not 16-byte aligned");
+  CheckAligned(global, 16, "CopyBulk from an address that is not 16-byte aligned");
+  if (bytes % 16 != 0) Fail("CopyBulk of a size that is no multiple of 16");
+  machine->bulk_copies.push_back({shared, global, bytes, barrier});
+}
+
+uint32_t FinishBulk(const void* barrier) {
+  uint32_t bytes = 0;
+  std::erase_if(machine->bulk_copies, [&](const BulkCopy& copy) {
+    if (copy.barrier != barrier) return false;
+    std::memcpy(copy.to, copy.from, copy.bytes);
+    bytes += copy.bytes;
+    return true;
+  });
+  return bytes;
 }
 
 void CommitCopies() {

@@ -107,6 +107,9 @@ void Yield();
 void CopyAsync(void* shared, const void* global);
 void CommitCopies();
 void WaitCopies(size_t pending);
+void CopyBulk(void* shared, const void* global, uint32_t bytes, const void* barrier);
+// Does the copies that count on `barrier`: their bytes.
+uint32_t FinishBulk(const void* barrier);
 void MarkDependencyWait();
 void FenceSystem();
 uint64_t NowNs();
@@ -366,6 +369,30 @@ struct alignas(16) WordPair {
 };
 WordPair LoadRelaxedSystem(const WordPair* words);
 void StoreRelaxedSystem(WordPair* words, WordPair pair);
+struct BulkBarrier {
+  uint32_t expected;
+  uint32_t phases;
+};
+inline void InitBulk(BulkBarrier* barrier) { *barrier = {0, 0}; }
+inline void ExpectBulk(BulkBarrier* barrier, uint32_t bytes) { barrier->expected += bytes; }
+inline void CopyBulk(void* shared, const void* global, uint32_t bytes, BulkBarrier* barrier) {
+  emulator::CopyBulk(shared, global, bytes, barrier);
+}
+inline void WaitBulk(BulkBarrier* barrier, uint32_t parity) {
+  // Until somebody has asked for the copies of the phase.
+  for (int turn = 0; barrier->phases % 2 == parity && barrier->expected == 0; ++turn) {
+    if (turn == 1 << 16) emulator::Fail("WaitBulk for copies that nobody asks for");
+    emulator::Yield();
+  }
+  if (barrier->phases % 2 != parity) return;
+  const uint32_t bytes = emulator::FinishBulk(barrier);
+  if (bytes != barrier->expected) {
+    emulator::Fail("WaitBulk for other bytes than are copied");
+  }
+  barrier->expected = 0;
+  ++barrier->phases;
+}
+inline void FenceBulk() {}
 inline void SyncThreads(int barrier, int threads, DS4_EMULATOR_HERE) {
   emulator::MeetSome(barrier, threads, file, line);
 }

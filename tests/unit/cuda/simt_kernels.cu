@@ -190,6 +190,41 @@ __global__ void TeamsKernel(uint32_t* x) {
 }
 
 constexpr int kTableWords = 256 * 64;
+constexpr int kBulkBytes = 2240;
+__global__ void __launch_bounds__(32) BulkKernel(const std::byte* x, int stages, std::byte* out) {
+  LaunchDependents();
+  GridDependencyWait();
+  __shared__ __align__(128) std::byte slots[2][kBulkBytes];
+  __shared__ BulkBarrier full[2];
+  const int lane = static_cast<int>(threadIdx.x);
+  const auto put = [&](int stage) {
+    if (lane != 0 || stage >= stages) return;
+    // In two copies.
+    BulkBarrier* barrier = &full[stage % 2];
+    const std::byte* from = x + stage * kBulkBytes;
+    ExpectBulk(barrier, kBulkBytes);
+    CopyBulk(slots[stage % 2], from, 2048, barrier);
+    CopyBulk(slots[stage % 2] + 2048, from + 2048, kBulkBytes - 2048, barrier);
+  };
+  if (lane == 0) {
+    InitBulk(&full[0]);
+    InitBulk(&full[1]);
+  }
+  __syncwarp();
+  put(0);
+  put(1);
+  for (int stage = 0; stage < stages; ++stage) {
+    WaitBulk(&full[stage % 2], static_cast<uint32_t>(stage / 2 % 2));
+    for (int i = lane; i < kBulkBytes; i += 32) {
+      out[stage * kBulkBytes + i] = slots[stage % 2][i];
+      slots[stage % 2][i] = std::byte{0};
+    }
+    FenceBulk();
+    __syncwarp();
+    put(stage + 2);
+  }
+}
+
 __global__ void LookUpKernel(const uint32_t* words, int count, const uint32_t* table,
                              uint32_t* out) {
   LaunchDependents();
@@ -379,6 +414,10 @@ void LaunchTeams(const LaunchContext& launch, uint32_t* x) {
 void LaunchLookUp(const LaunchContext& launch, const uint32_t* words, int count,
                   const uint32_t* table, uint32_t* out) {
   Launch(launch, 1, 64, 2 * 4 * kTableWords, LookUpKernel, words, count, table, out);
+}
+void LaunchBulk(const LaunchContext& launch, const void* x, int stages, void* out) {
+  Launch(launch, 1, 32, 0, BulkKernel, static_cast<const std::byte*>(x), stages,
+         static_cast<std::byte*>(out));
 }
 void LaunchPipeline(const LaunchContext& launch, const float* x, int stages, float* out) {
   Launch(launch, 1, 32, 0, PipelineKernel, x, stages, out);

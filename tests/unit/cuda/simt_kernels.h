@@ -59,6 +59,8 @@ void LaunchTeams(const LaunchContext& launch, uint32_t* x);
 // at a multiple of 64 KB in shared memory.
 void LaunchLookUp(const LaunchContext& launch, const uint32_t* words, int count,
                   const uint32_t* table, uint32_t* out);
+// out = x, `stages` times 2,240 bytes, by bulk copies to two places in turn.
+void LaunchBulk(const LaunchContext& launch, const void* x, int stages, void* out);
 // out[i] = sum over stages s of x[s * 128 + i] * (s + 1), i < 128, by a ring of three asynchronous
 // copies in flight.
 void LaunchPipeline(const LaunchContext& launch, const float* x, int stages, float* out);

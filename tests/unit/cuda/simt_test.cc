@@ -323,6 +323,16 @@ TEST_F(SimtTest, AsynchronousCopiesInGroups) {
   }
 }
 
+TEST_F(SimtTest, BulkCopiesInPhases) {
+  for (const int stages : {1, 2, 9}) {
+    std::vector<uint32_t> x(static_cast<size_t>(stages) * 560);
+    for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<uint32_t>(i + 1) * 2654435761u;
+    const DeviceBuffer in = ToDevice(x), out = Zeros(x.size() * 4);
+    LaunchBulk(launch, in.data(), stages, out.data());
+    EXPECT_EQ(ToHost<uint32_t>(out), x) << stages;
+  }
+}
+
 TEST_F(SimtTest, LoadsOfSixteenBytes) {
   std::vector<uint32_t> x(1001 * 4);
   for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<uint32_t>(i) * 2654435761u;

@@ -74,6 +74,11 @@ TEST_F(EmulatorDeathTest, BarriersOfPartsOfABlock) {
   EXPECT_DEATH(Run(Misuse::kBarrierOfHalfWarps), "SyncThreads without some lanes of a warp");
 }
 
+TEST_F(EmulatorDeathTest, BulkCopiesThatDoNotCome) {
+  EXPECT_DEATH(Run(Misuse::kBulkOfOtherSize), "WaitBulk for other bytes than are copied");
+  EXPECT_DEATH(Run(Misuse::kBulkOfNobody), "WaitBulk for copies that nobody asks for");
+}
+
 TEST_F(EmulatorDeathTest, WarpsThatAreNotWhole) {
   EXPECT_DEATH(Run(Misuse::kPartOfAWarp), "\\(48, 1, 1\\) threads is no whole number of warps");
   EXPECT_DEATH(Run(Misuse::kPartOfTheMask), "without the full mask");

@@ -49,6 +49,19 @@ __global__ void BarrierOfHalfWarps(std::byte*) {
   if (threadIdx.x % 32 < 16) SyncThreads(1, 32);
 }
 
+__global__ void Bulk(std::byte* data, uint32_t expected, uint32_t copied) {
+  GridDependencyWait();
+  __shared__ __align__(128) std::byte to[64];
+  __shared__ BulkBarrier barrier;
+  if (threadIdx.x == 0) {
+    InitBulk(&barrier);
+    if (expected != 0) ExpectBulk(&barrier, expected);
+    if (copied != 0) CopyBulk(to, data, copied, &barrier);
+  }
+  __syncthreads();
+  WaitBulk(&barrier, 0);
+}
+
 __global__ void WarpAndBlockBarrier(std::byte*) {
   GridDependencyWait();
   if (threadIdx.x == 3) {
@@ -127,6 +140,10 @@ void LaunchMisuse(const LaunchContext& launch, Misuse misuse, std::byte* data) {
       return Launch(launch, 2, 64, kShared, BarrierOfTooMany, data);
     case Misuse::kBarrierOfHalfWarps:
       return Launch(launch, 2, 64, kShared, BarrierOfHalfWarps, data);
+    case Misuse::kBulkOfOtherSize:
+      return Launch(launch, 2, 64, kShared, Bulk, data, 32u, 48u);
+    case Misuse::kBulkOfNobody:
+      return Launch(launch, 2, 64, kShared, Bulk, data, 0u, 0u);
     case Misuse::kPartOfAWarp:
       return Launch(launch, 2, 48, kShared, Nothing, data);
     case Misuse::kPartOfTheMask:

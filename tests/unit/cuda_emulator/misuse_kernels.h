@@ -18,6 +18,8 @@ enum class Misuse {
   kWarpAndBlockBarrier,
   kBarrierOfTooMany,
   kBarrierOfHalfWarps,
+  kBulkOfOtherSize,
+  kBulkOfNobody,
   kPartOfAWarp,
   kPartOfTheMask,
   kUnalignedCopy,
