@@ -1,6 +1,6 @@
 // The fast path of LaunchExpertsDown: lanes of at most 256 columns in the formats that models come
 // in. Blocks of 8 warps stay on their SMs and take one set of row tiles after the other while their
-// rings go on filling; a warp has one lane and kTiles row tiles of each set.
+// rings go on filling; a warp has one lane and kWidth row tiles of each set.
 //
 // They read the routing before they wait for the kernel ahead of them: that is ExpertsUp, which
 // lets this one start only when it has seen the routing itself.
@@ -202,14 +202,15 @@ struct OneRowX {
 };
 
 // One set of row tiles for one row of x: the shared product, then the groups'. Which output it is:
-// AddFour.
+// FourSums.
 template <DType kType, class Ring>
 __device__ __forceinline__ float SumRow(Ring& ring, int num_groups, const OwnGroup& own,
                                         const OneRowX<kType>& x, const HalvesMask& mask,
                                         const LaneTables& tables) {
   float part[kWidth][1][2];
   DotTiles<DType::kQ8_0, kWidth>(ring, SpreadX<DType::kQ8_0, 1>(x.shared, mask), tables, part);
-  float sum = AddFour(part, 0);
+  ring.Release();
+  float sum = FourSums(part, 0).Total();
   OwnRows<1, 2> next = x.first;
   int place = x.place;
 #pragma unroll 1
@@ -219,7 +220,9 @@ __device__ __forceinline__ float SumRow(Ring& ring, int num_groups, const OwnGro
     place = own.Place(min(group + 1, num_groups - 1));
     x.rows.Load({place / 16}, next);
     DotTiles<kType, kWidth>(ring, spread, tables, part);
-    const float product = AddFour(part, 0);
+    const FourSums four(part, 0);
+    ring.Release();
+    const float product = four.Total();
     sum += product;
     // A table of ids may name an expert twice.
 #pragma unroll 1
@@ -257,8 +260,8 @@ struct Lists {
   __device__ __forceinline__ int operator()(int group) const { return groups[group].expert; }
 };
 
-// Copies the routing for rows first_row .. past L1 (see FastDownKernel). All threads call it, and
-// meet before they use the lists.
+// Copies the routing for rows first_row .. . All threads call it, and meet before they use the
+// lists.
 __device__ __forceinline__ void LoadLists(const DownKernelJob& job, int first_row, int num_rows,
                                           GroupEntry* groups, int16_t* rows) {
   const Routing& routing = job.routing;
@@ -334,19 +337,23 @@ __device__ __forceinline__ void AddFew(Ring& ring, NextX<kType>& next, int group
   const int row[2] = {rows[0], rows[one ? 0 : 1]};
   next.Ask(group + 1);
   // Each lane adds to outputs of its own, one row after the other: they may be the same.
-  float* own = sums + LaneId() % 4 * 8 + LaneId() / 4;  // of AddFour's output
+  float* own = sums + LaneId() % 4 * 8 + LaneId() / 4;  // see FourSums
   const auto add = [&](float product, int to) {
     if (to >= 0) own[to * kRowSums] += product;
   };
   if (one) {
     float part[kWidth][1][2];
     DotTiles<kType, kWidth>(ring, SpreadX<kType, 1>(x.First(), mask), tables, part);
-    add(AddFour(part, 0), row[0]);
+    const FourSums four(part, 0);
+    ring.Release();
+    add(four.Total(), row[0]);
   } else {
     float part[kWidth][2][2];
     DotTiles<kType, kWidth>(ring, SpreadX<kType, 2>(x, mask), tables, part);
-    add(AddFour(part, 0), row[0]);
-    add(AddFour(part, 1), row[1]);
+    const FourSums four[2] = {{part, 0}, {part, 1}};
+    ring.Release();
+    add(four[0].Total(), row[0]);
+    add(four[1].Total(), row[1]);
   }
 }
 

@@ -168,13 +168,13 @@ __device__ __forceinline__ void CopyFew(const float (&from)[kRows][2], float (&t
   }
 }
 
-// With one or two rows. sum[tile][r]: sums t, of lane 4g + t, of weight rows g, g + 8.
+// With one or two rows. The caller releases the last stage. sum[tile][r]: sums t, of lane 4g + t,
+// of weight rows g, g + 8.
 template <DType kType, int kTiles, int kRows, class Ring>
 __device__ __forceinline__ void DotTiles(Ring& ring, const SpreadX<kType, kRows>& x,
                                          const LaneTables& tables, float (&sum)[kTiles][kRows][2]) {
   if constexpr (kType == DType::kQ2_K) {
     DotHalves<kTiles, kChunkBytes<kType>>(ring.Wait(), x, sum);
-    ring.Release();
   } else if constexpr (kType == DType::kQ8_0) {
     // One tile's code, for all of them: the code is loaded anew in each layer.
 #pragma unroll 1
@@ -186,7 +186,7 @@ __device__ __forceinline__ void DotTiles(Ring& ring, const SpreadX<kType, kRows>
       for (int half = 0; half < 2; ++half) {
         HalfDecoder decoder(ring.Wait());
         AddUnits<1>(decoder, x, half, sum[kTiles - 1]);
-        ring.Release();
+        if (half == 0 || tile + 1 < kTiles) ring.Release();
       }
     }
   } else {
@@ -197,7 +197,6 @@ __device__ __forceinline__ void DotTiles(Ring& ring, const SpreadX<kType, kRows>
       RowDecoder<kType> decoder(at + tile * kChunkBytes<kType>);
       AddUnits<2>(decoder, x, 0, sum[tile]);
     }
-    ring.Release();
   }
 }
 
@@ -241,26 +240,29 @@ __device__ __forceinline__ void DotTilesGroup(Ring& ring, const BlockX<2>& x,
   }
 }
 
-// One row's four sums added, (0 + 1) + (2 + 3): of tile t / 2 (of one tile: in both halves) and
-// weight row g + 8 (t % 2) in lane 4g + t. Each exchange halves what a lane still holds.
-template <int kTiles, int kRows>
-__device__ __forceinline__ float AddFour(const float (&sum)[kTiles][kRows][2], int r) {
-  static_assert(kTiles <= 2);
-  const bool odd = LaneId() % 2 != 0;
-  float pair[kTiles];
+// One row's four sums added, (0 + 1) + (2 + 3), in two steps, so that something else can be done
+// while lanes exchange values; each exchange halves what a lane still holds. Total: of tile t / 2
+// and weight row g + 8 (t % 2) in lane 4g + t.
+struct FourSums {
+  float own[2];
+  float other[2];
+
+  template <int kRows>
+  __device__ __forceinline__ FourSums(const float (&sum)[2][kRows][2], int r) {
+    const bool odd = LaneId() % 2 != 0;
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const float* both = sum[tile][r];
-    const float other = __shfl_xor_sync(kFullMask, odd ? both[0] : both[1], 1);
-    pair[tile] = (odd ? both[1] : both[0]) + other;
+    for (int tile = 0; tile < 2; ++tile) {
+      const float* both = sum[tile][r];
+      own[tile] = odd ? both[1] : both[0];
+      other[tile] = __shfl_xor_sync(kFullMask, odd ? both[0] : both[1], 1);
+    }
   }
-  if constexpr (kTiles == 1) {
-    return pair[0] + __shfl_xor_sync(kFullMask, pair[0], 2);
-  } else {
+  __device__ __forceinline__ float Total() const {
     const bool upper = LaneId() % 4 >= 2;
-    const float other = __shfl_xor_sync(kFullMask, upper ? pair[0] : pair[1], 2);
-    return (upper ? pair[1] : pair[0]) + other;
+    const float pair[2] = {own[0] + other[0], own[1] + other[1]};
+    const float across = __shfl_xor_sync(kFullMask, upper ? pair[0] : pair[1], 2);
+    return (upper ? pair[1] : pair[0]) + across;
   }
-}
+};
 
 }  // namespace ds4::cuda
