@@ -84,48 +84,50 @@ struct Choice {
   int place = 0;  // among the row's experts by rising id, then k
 };
 
-// One warp chooses a row's experts. listed: what the table of a hash-routed layer says for this
-// lane. A loop without unrolled parts: its code comes from far away.
-__device__ __forceinline__ Choice ChooseRow(const RouterParams& params, int listed,
-                                            const RowScores& row) {
+// One warp: the k-th expert of a row by score for lane k. Nothing in the loop waits for shared
+// memory.
+__device__ __forceinline__ int ChooseByScore(const RouterParams& params, const RowScores& row) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int group = GroupExperts(params.num_experts);
-  const bool by_token = params.hash_ids != nullptr;
+  const int pitch = GroupExperts(params.num_experts) + 1;
   // The best two of the lane's group that are left; `next` is the place of the one after.
-  int next = lane * (group + 1);
-  const int end = next + group;
+  int next = lane * pitch;
+  const int end = next + pitch - 1;
   uint32_t key = row.keys[next], key_after = row.keys[next + 1];
   int id = row.ids[next], id_after = row.ids[next + 1];
   next += 2;
-  Choice own;
-  float score = 0.0f, sum = 0.0f;
+  uint16_t* chosen = row.ids + pitch - 1;  // the free places, which lie behind each group
 #pragma unroll 1
   for (int k = 0; k < params.used; ++k) {
-    int expert;
-    if (by_token) {
-      expert = __shfl_sync(kFullMask, listed, k);
-    } else {
-      const uint32_t largest = __reduce_max_sync(kFullMask, key);
-      const int owner = __ffs(static_cast<int>(__ballot_sync(kFullMask, key == largest))) - 1;
-      expert = __shfl_sync(kFullMask, id, owner);
-      if (lane == owner) {
-        key = key_after;
-        id = id_after;
-        key_after = next < end ? row.keys[next] : 0;
-        id_after = row.ids[min(next, end)];
-        ++next;
-      }
+    const uint32_t largest = __reduce_max_sync(kFullMask, key);
+    if (lane == __ffs(static_cast<int>(__ballot_sync(kFullMask, key == largest))) - 1) {
+      *chosen = static_cast<uint16_t>(id);
+      key = key_after;
+      id = id_after;
+      key_after = next < end ? row.keys[next] : 0;
+      id_after = next < end ? row.ids[next] : 0;
+      ++next;
     }
-    const float score_of = row.scores[expert];
-    sum += score_of;
-    const bool below = own.expert <= expert;
-    const unsigned before = __ballot_sync(kFullMask, lane < k && below);
-    if (!below) ++own.place;
-    if (lane == k) {
-      own.expert = expert;
-      own.place = __popc(before);
-      score = score_of;
-    }
+    chosen += pitch;
+  }
+  __syncwarp();
+  return row.ids[end];
+}
+
+// One warp chooses a row's experts. listed: what the table of a hash-routed layer says for this
+// lane.
+__device__ __forceinline__ Choice ChooseRow(const RouterParams& params, int listed,
+                                            const RowScores& row) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  Choice own;
+  own.expert = params.hash_ids != nullptr ? listed : ChooseByScore(params, row);
+  if (lane >= params.used) own.expert = 0;
+  const float score = row.scores[own.expert];
+  float sum = 0.0f;
+#pragma unroll 2
+  for (int k = 0; k < params.used; ++k) {
+    sum += __shfl_sync(kFullMask, score, k);
+    const int other = __shfl_sync(kFullMask, own.expert, k);
+    if (other < own.expert || (other == own.expert && k < lane)) ++own.place;
   }
   own.weight = score / (sum + 1e-20f) * params.scale;
   return own;
