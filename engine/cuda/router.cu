@@ -99,9 +99,8 @@ struct Piece {
   }
 };
 
-// One warp adds a row's pieces and posts the slice's sums for the experts that there are of a
-// tile's
-// 16. parts: [kWarps] pieces.
+// One warp adds a row's pieces and posts the slice's sums for a tile's first `experts` experts.
+// parts: [kWarps] pieces.
 //
 // A word that is 0 has not been posted: a sum of 0 goes as -0, which makes no other score. So
 // blocks need no fence between posting and arriving, which would cost a trip to memory.
