@@ -107,7 +107,16 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     TileSplitKernel(AttentionArgs args, bool rehearse) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
-  RehearseAndRun(rehearse, [&](bool turn) { SplitTile<kDim, kHeadTiles>(args, memory, turn); });
+  RehearseAndRun(rehearse, [&](bool turn) {
+    if (turn && args.job.next.count > 0) {
+      const int block =
+          static_cast<int>((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x);
+      PrefetchSpans(args.job.next,
+                    block * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x),
+                    static_cast<int>(gridDim.x * gridDim.y * gridDim.z * blockDim.x));
+    }
+    SplitTile<kDim, kHeadTiles>(args, memory, turn);
+  });
 }
 
 // The head's normed and rotated query, float32, in shared memory.
@@ -334,7 +343,8 @@ void ChooseSplitHeads(const LaunchContext& launch, const AttentionArgs& args, in
     LaunchTileSplits<kDim, 2>(launch, args, rows, false);
   } else {
     // The choice of keys leaves most of the device free, a product before it does not.
-    LaunchTileSplits<kDim, 1>(launch, args, rows, args.job.picks != nullptr);
+    LaunchTileSplits<kDim, 1>(launch, args, rows,
+                              args.job.picks != nullptr || args.job.starts_early);
   }
 }
 
@@ -358,6 +368,11 @@ void LaunchSplits(const LaunchContext& launch, const AttentionArgs& args, int ro
 bool UsesTiles(const AttentionParams& params) {
   return params.kv_type == KvType::kBF16 && (params.head_dim == 512 || params.head_dim == 256) &&
          params.rope_dim <= 256 && params.rope_dim % 8 == 0;
+}
+
+int64_t AttentionBlocks(const AttentionParams& params, int64_t rows, int64_t max_keys) {
+  const int64_t heads = UsesTiles(params) ? HeadGroups(params) : params.num_heads;
+  return rows * CeilDiv(max_keys, kAttentionSplit) * heads;
 }
 
 int64_t AttentionScratchBytes(const AttentionParams& params, int64_t rows, int64_t max_keys) {

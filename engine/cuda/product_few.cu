@@ -627,8 +627,8 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
   params.num_buffers = params.round_floats <= kMaxTwoBufferFloats ? 2 : 1;
   // Two blocks live on an SM: the second hides the first one's latencies, and a block that ends
   // makes room for the next kernel's.
-  const int blocks =
-      static_cast<int>(std::min<int64_t>(units, std::clamp(2 * launch.num_sms, 1, kMaxBlocks)));
+  const int most = std::max(2 * launch.num_sms - launch.spare_blocks, launch.num_sms);
+  const int blocks = static_cast<int>(std::min<int64_t>(units, std::clamp(most, 1, kMaxBlocks)));
   CutRanges(params, blocks);
 
   const dim3 grid(static_cast<unsigned>(blocks));

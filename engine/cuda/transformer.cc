@@ -16,6 +16,20 @@ int64_t MaxVisible(const LayerConfig& layer, int64_t max_pos) {
   return layer.compress_ratio == 0 ? 0 : (max_pos + 1) / layer.compress_ratio;
 }
 
+// Rows up to which a kernel leaves time for others' weights.
+constexpr int kFewAskedRows = 4;
+
+void AddSpan(const PackedMatrix& w, WeightSpans& spans) {
+  spans.Add(w.data, w.count * w.matrix_bytes());
+}
+// What the first products of a layer read.
+void AddInputSpans(const DeviceAttention& w, WeightSpans& spans) {
+  for (const PackedMatrix* m : {&w.q_a, &w.kv, &w.compressor.kv, &w.compressor.gate,
+                                &w.index_compressor.kv, &w.index_compressor.gate, &w.index_proj}) {
+    AddSpan(*m, spans);
+  }
+}
+
 }  // namespace
 
 DeviceTransformer::DeviceTransformer(const ModelConfig& config, const RankPlan& plan,
@@ -401,25 +415,31 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
                         w.q_a_norm, config_.norm_eps,    WithForms(qr_, rows, qr_forms)};
   LaunchNormAndStore(launch_, params, pass.step, rows, rope, store, caches_[index], norm,
                      BalanceOf(hc(), rows, mixes_, mix));
+
+  AttentionJob job;
+  job.max_keys =
+      config_.sliding_window + (csa ? std::min<int64_t>(visible, config_.index_top_k) : visible);
+  const int64_t blocks = AttentionBlocks(params, rows, job.max_keys);
+  job.starts_early = !pass.many && !choose && blocks <= launch_.num_sms / 2;
   products = {{w.q_b, &qr_, 0, q_, nullptr, 0, 0}};
   if (choose) products.push_back({w.index_q_b, &qr_, 0, index_q_, nullptr, 0, 0});
+  launch_.spare_blocks = job.starts_early ? static_cast<int>(blocks) : 0;
   Products(pass, products);
+  launch_.spare_blocks = 0;
   if (choose) {
     LaunchIndex(launch_, params, pass.step, rows, rope, index_q_, index_weights_,
                 caches_[index].indexer, visible, index_scratch_, picks_, pick_count_);
   }
 
   int attended_forms = FormFor(pass, w.o_a);
-  AttentionJob job;
   job.q = q_;
   job.sinks = w.sinks;
   job.picks = choose ? picks_ : nullptr;
   job.pick_count = choose ? pick_count_ : nullptr;
-  job.max_keys =
-      config_.sliding_window + (csa ? std::min<int64_t>(visible, config_.index_top_k) : visible);
   job.heads_per_group = static_cast<int>(config_.heads_per_group());
   job.scratch = attention_scratch_;
   job.out = View(attended_, pass, rows, attended_forms);
+  if (rows <= kFewAskedRows) AddSpan(w.o_a, job.next);
   const bool prefill_kernel = pass.many && options_.kv_type == KvType::kBF16 &&
                               (params.head_dim == 512 || params.head_dim == 256);
   if (prefill_kernel) {
@@ -507,6 +527,11 @@ Status DeviceTransformer::Experts(const Pass& pass, int64_t index, DeviceTrace* 
   down.hidden = up.out;
   down.shared_hidden = up.shared_out;
   down.roots = roots_;
+  if (weights_.expert_memory.size() == 0) {
+    up.down = down.down;
+    up.shared_down = down.shared_down;
+  }
+  if (!last) AddInputSpans(weights_.blocks[index + 1].attention, down.next);
   if (pass.many) {
     LaunchExpertsUpGemm(launch_, up, routing, used);
     LaunchLaneGemm(launch_, w.shared_down, up.shared_out, roots_, false);
