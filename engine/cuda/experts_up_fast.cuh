@@ -79,6 +79,7 @@ struct UpRing {
   __device__ __forceinline__ void Init() {
     if (LaneId() == 0) {
       for (int i = 0; i < kRingSlots; ++i) InitBulk(Full(i));
+      FenceBulk();
     }
     __syncwarp();
   }
@@ -202,14 +203,21 @@ struct RingView {
   }
 };
 
+// The view of the only row: that it is the only one makes addresses simple.
+__device__ __forceinline__ ActivationView OnlyRow(const ActivationView& x) {
+  ActivationView view = x;
+  view.rows = 1;
+  return view;
+}
+
 // Sums of one slice of part `unit` of an item. kSliceFloats: between slices.
 template <int kSliceFloats, int kRows>
 __device__ __forceinline__ void StoreRows(const UpKernelJob& job, const float (&sum)[kRows][2],
                                           int unit, int slice, float* partial) {
   const int lane = LaneId();
-  if (lane % 4 != 0) return;
   float* to = partial + (unit % 2 * job.num_slices + slice) * kSliceFloats + unit / 2 * kTileRows +
               lane / 4;
+  if (lane % 4 != 0) return;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     to[r * kPartialStride] = sum[r][0];
@@ -247,7 +255,8 @@ __device__ __forceinline__ void MultiplySharedRow(const UpKernelJob& job, Ring& 
 #pragma unroll 1
   for (int slice = ring.own_slice; slice < job.num_slices; slice += kSliceWarps) {
     const int columns = SliceBlocks(slice, job.shapes[0][0].blocks);
-    if (job.num_slices > kSliceWarps) own.Load(job.x, {0}, slice * (kSliceCols / 32), columns);
+    if (job.num_slices > kSliceWarps)
+      own.Load(OnlyRow(job.x), {0}, slice * (kSliceCols / 32), columns);
 #pragma unroll 1
     for (int unit = 0; unit < 2 * kItemTiles; ++unit) {
       float sum[1][2] = {};
@@ -453,7 +462,8 @@ __global__ void __launch_bounds__(kTeams<kType>* kTeamThreads, kTeamsAnSm / kTea
   if constexpr (kOneRow) {
     // Asked for before anything waits for the routing.
     const int slice = min(ring.own_slice, job.num_slices - 1);
-    own.Load(job.x, {0}, slice * (kSliceCols / 32), SliceBlocks(slice, job.shapes[0][0].blocks));
+    own.Load(OnlyRow(job.x), {0}, slice * (kSliceCols / 32),
+             SliceBlocks(slice, job.shapes[0][0].blocks));
   }
   const int routed_items = Uniform(*job.routing.num_groups) * job.row_blocks;
   const int routed_begin = RoutedBegin(job, routed_items, team);

@@ -161,11 +161,10 @@ __device__ __forceinline__ void LoadMatrix4Trans(uint32_t (&r)[4], const void* s
 struct BulkBarrier {
   uint64_t state;
 };
-// By one thread; others use the barrier after a barrier of theirs.
+// By one thread, which then calls FenceBulk; others use the barrier after one of theirs.
 __device__ __forceinline__ void InitBulk(BulkBarrier* barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #else
   __trap();
 #endif
@@ -204,7 +203,7 @@ __device__ __forceinline__ void WaitBulk(BulkBarrier* barrier, uint32_t parity) 
   } while (done == 0);
 #endif
 }
-// Between a thread's own stores to shared memory and a bulk copy to the same place.
+// After a thread's own stores to shared memory, before bulk copies to the same place.
 __device__ __forceinline__ void FenceBulk() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

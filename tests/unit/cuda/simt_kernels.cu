@@ -209,6 +209,7 @@ __global__ void __launch_bounds__(32) BulkKernel(const std::byte* x, int stages,
   if (lane == 0) {
     InitBulk(&full[0]);
     InitBulk(&full[1]);
+    FenceBulk();
   }
   __syncwarp();
   put(0);

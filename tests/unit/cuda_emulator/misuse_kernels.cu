@@ -55,6 +55,7 @@ __global__ void Bulk(std::byte* data, uint32_t expected, uint32_t copied) {
   __shared__ BulkBarrier barrier;
   if (threadIdx.x == 0) {
     InitBulk(&barrier);
+    FenceBulk();
     if (expected != 0) ExpectBulk(&barrier, expected);
     if (copied != 0) CopyBulk(to, data, copied, &barrier);
   }
