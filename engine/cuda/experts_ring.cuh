@@ -162,7 +162,8 @@ struct HalfDecoder {
 template <DType kType>
 struct RowDecoder : ChunkDecoder<kType> {
   const std::byte* start;
-  __device__ __forceinline__ explicit RowDecoder(const std::byte* at)
+  template <class Tables>
+  __device__ __forceinline__ RowDecoder(const std::byte* at, const Tables&)
       : ChunkDecoder<kType>(at, nullptr), start(at) {}
 
   __device__ __forceinline__ float2 OwnScales(int u) const {
@@ -402,7 +403,7 @@ __device__ __forceinline__ void DotPart(Ring& ring, const X& x, int columns, con
       if (block >= columns) break;
       constexpr bool kTwo = kStages<kType> == 1;
       const std::byte* chunk = ring.Wait() + (kTwo ? block * kChunkBytes<kType> : 0);
-      RowDecoder<kType> decoder(chunk);
+      RowDecoder<kType> decoder(chunk, tables);
       AddUnits<2>(decoder, x, 2 * block, sum);
       if (!kTwo || block + 1 == columns) ring.Release();
     }
