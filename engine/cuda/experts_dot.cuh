@@ -106,10 +106,7 @@ struct AlignedTables {
   __device__ __forceinline__ uint32_t Pattern(uint32_t indices, uint32_t octet) const {
     return LoadSharedWord(WithByte1(copy, indices, octet) + (octet < 2 ? 0 : kIq2FormBytes));
   }
-  // A product, because all else here is for the units that shift.
-  __device__ __forceinline__ uint32_t UpperHalf(uint32_t selector) const {
-    return __umulhi(selector, two16);
-  }
+  __device__ __forceinline__ uint32_t UpperHalf(uint32_t selector) const { return selector >> 16; }
 };
 
 // The signs of octets 0, 2 and 1, 3 where the two forms of a pattern want them.

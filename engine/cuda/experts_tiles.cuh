@@ -194,7 +194,7 @@ __device__ __forceinline__ void DotTiles(Ring& ring, const SpreadX<kType, kRows>
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       ClearFew(sum[tile]);
-      RowDecoder<kType> decoder(at + tile * kChunkBytes<kType>);
+      RowDecoder<kType> decoder(at + tile * kChunkBytes<kType>, tables);
       AddUnits<2>(decoder, x, 0, sum[tile]);
     }
   }
