@@ -107,16 +107,7 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     TileSplitKernel(AttentionArgs args, bool rehearse) {
   LaunchDependents();
   DS4_DYNAMIC_SHARED(memory);
-  RehearseAndRun(rehearse, [&](bool turn) {
-    if (turn && args.job.next.count > 0) {
-      const int block =
-          static_cast<int>((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x);
-      PrefetchSpans(args.job.next,
-                    block * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x),
-                    static_cast<int>(gridDim.x * gridDim.y * gridDim.z * blockDim.x));
-    }
-    SplitTile<kDim, kHeadTiles>(args, memory, turn);
-  });
+  RehearseAndRun(rehearse, [&](bool turn) { SplitTile<kDim, kHeadTiles>(args, memory, turn); });
 }
 
 // The head's normed and rotated query, float32, in shared memory.

@@ -92,7 +92,6 @@ struct AttentionJob {
   std::byte* scratch = nullptr;
   ActivationView out;
   bool starts_early = false;  // the kernel ahead leaves room for AttentionBlocks
-  WeightSpans next;           // asked for on the way; only LaunchAttention does
 };
 // Blocks that LaunchAttention starts with.
 int64_t AttentionBlocks(const AttentionParams& params, int64_t rows, int64_t max_keys);

@@ -67,8 +67,6 @@ struct ExpertsUp {
   int64_t lane_cols = 0;
   float limit = 0, shared_limit = 0;
   ActivationView out, shared_out;
-  // What ExpertsDown reads next: asked for on the way where there is one row.
-  PackedMatrix down, shared_down;
 };
 // Lets the next kernel on the stream start only when the routing is complete.
 void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Routing& routing,
@@ -86,7 +84,6 @@ struct ExpertsDown {
   int lane_begin = 0;
   ActivationView hidden, shared_hidden;  // as ExpertsUp gave them
   float* roots = nullptr;
-  WeightSpans next;  // asked for where there is one row
 };
 void LaunchExpertsDown(const LaunchContext& launch, const ExpertsDown& job, const Routing& routing,
                        int used, int rows);

@@ -391,7 +391,6 @@ void LaunchExpertsDown(const LaunchContext& launch, const ExpertsDown& job, cons
   k.tiles = job.lanes > kMaxDownLanes / 2 ? 1 : 2;
   k.sum_rows = std::min(kDownRows, (rows + kGroupPairs - 1) / kGroupPairs * kGroupPairs);
   k.roots = job.roots;
-  k.next = job.next;
   const std::vector<LaneSubtree> subtrees = SubtreesOf(job.lane_begin, job.lane_begin + job.lanes);
   CHECK(subtrees.size() <= kMaxSubtrees) << subtrees.size() << " subtrees";
   k.num_subtrees = static_cast<int>(subtrees.size());

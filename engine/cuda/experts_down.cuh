@@ -34,7 +34,6 @@ struct DownKernelJob {
   int expert_bytes;  // from a lane of an expert to the same of the next
   int set_bits;      // warp w has lane w >> set_bits, 2^set_bits warps a lane
   int output_bits;   // a block has 2^output_bits outputs
-  WeightSpans next;  // asked for where there is one row
   float* roots;
   int num_subtrees;
   int subtree_begin[kMaxSubtrees];  // first lane, of this rank's
@@ -514,12 +513,7 @@ __global__ void __launch_bounds__(kFastWarps* kWarpSize, kOneRow ? kBlocksAnSm :
     }
   }();
   GridDependencyWait();
-  if constexpr (kOneRow) {
-    x.Load();
-    const int askers = static_cast<int>(gridDim.x) * kWarpSize;
-    if (warp == 0)
-      PrefetchSpans(job.next, static_cast<int>(blockIdx.x) * kWarpSize + LaneId(), askers);
-  }
+  if constexpr (kOneRow) x.Load();
 
   const int buffer = static_cast<int>(blockDim.x) / kWarpSize * job.sum_rows * kRowSums;
   int turn = 0;

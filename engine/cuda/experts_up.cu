@@ -315,13 +315,6 @@ void LaunchExpertsUp(const LaunchContext& launch, const ExpertsUp& job, const Ro
   k.item_ratio = static_cast<float>(shared_cost) / static_cast<float>(routed_cost);
 
   const bool one_row = job.x.rows == 1;
-  if (one_row && job.down.data != nullptr) {
-    const int64_t lanes = job.shared_down.count;
-    k.down = job.down.data;
-    k.down_bytes = lanes * job.down.matrix_bytes();
-    k.shared_down = job.shared_down.data;
-    k.shared_down_bytes = lanes * job.shared_down.matrix_bytes();
-  }
   if (UpKernel fast = ChooseFast(k, one_row)) {
     const FastPlan plan = PlanFast(k, one_row);
     PlanShares(k, launch.num_sms * plan.blocks_an_sm * plan.teams);

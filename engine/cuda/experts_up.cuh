@@ -35,11 +35,6 @@ struct UpKernelJob {
   int table_bytes;      // of IQ2_XXS, or 0
   int fixed_bytes;      // shared memory before the rings
   int ring_bytes;       // of one warp
-  // One row: what the down products will read, in bytes of one expert and of the shared one.
-  const std::byte* down;
-  const std::byte* shared_down;
-  int64_t down_bytes;
-  int64_t shared_down_bytes;
 };
 
 // Those who share the items, whole blocks or halves of them: one of `count`.
@@ -161,23 +156,6 @@ __device__ __forceinline__ void PrefetchShared(const UpKernelJob& job) {
     const int64_t at = int64_t{i} * kPiece;
     PrefetchL2(job.shapes[1][0].data + at, kPiece);
     PrefetchL2(job.shapes[1][1].data + at, kPiece);
-  }
-}
-
-// One warp asks for its team's part of the down weights of the first `num_groups` experts (a warp
-// has room for 32) and of the shared one.
-__device__ __forceinline__ void PrefetchDown(const UpKernelJob& job, const FirstGroups& groups,
-                                             int num_groups, Team team) {
-  WeightSpans spans;
-  spans.count = 1;
-  spans.spans[0] = {job.shared_down, job.shared_down_bytes};
-  const int asker = team.index * kWarpSize + LaneId();
-  PrefetchSpans(spans, asker, team.count * kWarpSize);
-#pragma unroll 1
-  for (int g = 0; g < min(num_groups, kWarpSize); ++g) {
-    const int expert = __shfl_sync(kFullMask, groups.expert, g);
-    spans.spans[0] = {job.down + expert * job.down_bytes, job.down_bytes};
-    PrefetchSpans(spans, asker, team.count * kWarpSize);
   }
 }
 

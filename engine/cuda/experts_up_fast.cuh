@@ -401,13 +401,8 @@ struct UpTeam {
     RowsX<1> x = {};
     own.SpreadTo(x);
     float weight = 0.0f;
-    // Half-way, when the first of these weights would not be pushed out again before their time.
-    const int half = num_items / 2;
 #pragma unroll 1
     while (index < num_items) {
-      if (index == half && ring.own_slice == 0 && job.down != nullptr) {
-        PrefetchDown(job, groups, *job.routing.num_groups, next.team);
-      }
       Step(weight, [&](const UpCursor& item, float* sums) {
         const int place = item.first + min(LaneId(), item.count - 1);
         weight = item.shared ? 1.0f : job.routing.place_weight[place];

@@ -9,23 +9,6 @@
 
 namespace ds4::cuda {
 
-// Weights that a kernel further on will read. Kernels that leave the memory idle ask for them, so
-// that L2 has them in time. A hint: nothing depends on it.
-struct WeightSpan {
-  const std::byte* data = nullptr;  // 16-byte aligned
-  int64_t bytes = 0;                // a multiple of 16
-};
-struct WeightSpans {
-  static constexpr int kMax = 8;
-  int count = 0;
-  WeightSpan spans[kMax];
-
-  // Left out when there is no room.
-  void Add(const std::byte* data, int64_t bytes) {
-    if (count < kMax && data != nullptr) spans[count++] = {data, bytes};
-  }
-};
-
 struct LaunchContext {
   Stream* stream = nullptr;
   int num_sms = 1;

@@ -490,18 +490,6 @@ __device__ __forceinline__ void RehearseAndRun(bool rehearse, Work work) {
 // `value`, the same in all lanes, in a way that shows the compiler that it is.
 __device__ __forceinline__ int Uniform(int value) { return __shfl_sync(kFullMask, value, 0); }
 
-// Asks for the pieces of `spans` that fall to one of `count` askers.
-__device__ __forceinline__ void PrefetchSpans(const WeightSpans& spans, int asker, int count) {
-  constexpr int kPiece = 8192;
-#pragma unroll 1
-  for (int i = 0; i < spans.count; ++i) {
-    const WeightSpan& span = spans.spans[i];
-    for (int64_t at = int64_t{asker} * kPiece; at < span.bytes; at += int64_t{count} * kPiece) {
-      PrefetchL2(span.data + at, static_cast<uint32_t>(min(int64_t{kPiece}, span.bytes - at)));
-    }
-  }
-}
-
 // Every lane gets the sum (the same bits) in the fixed order of the tree 16, 8, 4, 2, 1.
 __device__ __forceinline__ float WarpSum(float value) {
 #pragma unroll

@@ -16,20 +16,6 @@ int64_t MaxVisible(const LayerConfig& layer, int64_t max_pos) {
   return layer.compress_ratio == 0 ? 0 : (max_pos + 1) / layer.compress_ratio;
 }
 
-// Rows up to which a kernel leaves time for others' weights.
-constexpr int kFewAskedRows = 4;
-
-void AddSpan(const PackedMatrix& w, WeightSpans& spans) {
-  spans.Add(w.data, w.count * w.matrix_bytes());
-}
-// What the first products of a layer read.
-void AddInputSpans(const DeviceAttention& w, WeightSpans& spans) {
-  for (const PackedMatrix* m : {&w.q_a, &w.kv, &w.compressor.kv, &w.compressor.gate,
-                                &w.index_compressor.kv, &w.index_compressor.gate, &w.index_proj}) {
-    AddSpan(*m, spans);
-  }
-}
-
 }  // namespace
 
 DeviceTransformer::DeviceTransformer(const ModelConfig& config, const RankPlan& plan,
@@ -439,7 +425,6 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
   job.heads_per_group = static_cast<int>(config_.heads_per_group());
   job.scratch = attention_scratch_;
   job.out = View(attended_, pass, rows, attended_forms);
-  if (rows <= kFewAskedRows) AddSpan(w.o_a, job.next);
   const bool prefill_kernel = pass.many && options_.kv_type == KvType::kBF16 &&
                               (params.head_dim == 512 || params.head_dim == 256);
   if (prefill_kernel) {
@@ -527,11 +512,6 @@ Status DeviceTransformer::Experts(const Pass& pass, int64_t index, DeviceTrace* 
   down.hidden = up.out;
   down.shared_hidden = up.shared_out;
   down.roots = roots_;
-  if (weights_.expert_memory.size() == 0) {
-    up.down = down.down;
-    up.shared_down = down.shared_down;
-  }
-  if (!last) AddInputSpans(weights_.blocks[index + 1].attention, down.next);
   if (pass.many) {
     LaunchExpertsUpGemm(launch_, up, routing, used);
     LaunchLaneGemm(launch_, w.shared_down, up.shared_out, roots_, false);
