@@ -334,8 +334,7 @@ void ChooseSplitHeads(const LaunchContext& launch, const AttentionArgs& args, in
     LaunchTileSplits<kDim, 2>(launch, args, rows, false);
   } else {
     // The choice of keys leaves most of the device free, a product before it does not.
-    LaunchTileSplits<kDim, 1>(launch, args, rows,
-                              args.job.picks != nullptr || args.job.starts_early);
+    LaunchTileSplits<kDim, 1>(launch, args, rows, args.job.picks != nullptr);
   }
 }
 
@@ -359,11 +358,6 @@ void LaunchSplits(const LaunchContext& launch, const AttentionArgs& args, int ro
 bool UsesTiles(const AttentionParams& params) {
   return params.kv_type == KvType::kBF16 && (params.head_dim == 512 || params.head_dim == 256) &&
          params.rope_dim <= 256 && params.rope_dim % 8 == 0;
-}
-
-int64_t AttentionBlocks(const AttentionParams& params, int64_t rows, int64_t max_keys) {
-  const int64_t heads = UsesTiles(params) ? HeadGroups(params) : params.num_heads;
-  return rows * CeilDiv(max_keys, kAttentionSplit) * heads;
 }
 
 int64_t AttentionScratchBytes(const AttentionParams& params, int64_t rows, int64_t max_keys) {

@@ -91,10 +91,7 @@ struct AttentionJob {
   int heads_per_group = 1;
   std::byte* scratch = nullptr;
   ActivationView out;
-  bool starts_early = false;  // the kernel ahead leaves room for AttentionBlocks
 };
-// Blocks that LaunchAttention starts with.
-int64_t AttentionBlocks(const AttentionParams& params, int64_t rows, int64_t max_keys);
 void LaunchAttention(const LaunchContext& launch, const AttentionParams& params,
                      const StepRows& step, int rows, const RopeView& rope, const AttentionJob& job,
                      const LayerCache& cache);

@@ -75,11 +75,10 @@ __device__ __forceinline__ void AddSums(const float (&total)[4], const int (&x_r
 
 inline constexpr int kFastWarps = 8;
 inline constexpr int kWidth = 2;  // row tiles of a warp
-// Bytes of a warp's ring. With one row of x a warp's part is short, most of it is asked for before
-// the wait, and a block has to find room beside one of the kernel ahead. More rows need registers
-// and sums that leave room for one block an SM.
+// Bytes of a warp's ring; a block has an SM for itself. With one row of x a warp's part is short: all
+// of it is asked for before the wait.
 template <bool kOneRow>
-inline constexpr int kRingRoom = kOneRow ? 13 * 1088 : 18 * 1024;
+inline constexpr int kRingRoom = kOneRow ? 25 * 1088 : 18 * 1024;
 template <DType kType, bool kOneRow>
 inline constexpr int kSlots = kRingRoom<kOneRow> / kTileSlot<kType, kWidth>;
 // Floats between a warp's sums of one row and the next one's.

@@ -12,9 +12,6 @@ namespace ds4::cuda {
 struct LaunchContext {
   Stream* stream = nullptr;
   int num_sms = 1;
-  // Blocks of the next kernel that need much room on an SM: a product of few rows leaves it to
-  // them.
-  int spare_blocks = 0;
   // Programmatic dependent launch: a kernel may start while the one before it ends, and waits
   // (GridDependencyWait) before it reads what that one wrote. Every kernel must call
   // LaunchDependents() early and GridDependencyWait() before its first read of, or write to,

@@ -30,8 +30,6 @@ constexpr int kMaxSegments = 128;  // slices of a row tile, over all lanes
 constexpr int kStages = 3;
 constexpr int kStageBytes = ChunkBytes(DType::kQ8_0);  // float types' chunks are smaller
 constexpr int kRingBytes = kStages * kStageBytes;
-// Chunks of a warp that are sent for before its input is there, beyond those of its ring.
-constexpr int kChunksAhead = 4;
 
 // Sums of a round that are worth a barrier, as long as every warp has an item. Two buffers of them
 // beside the rings are 106 KB: two such blocks leave 14 KB of an SM's shared memory.
@@ -172,20 +170,12 @@ struct Ring {
   ChunkSource source;
   int at = 0;  // of the oldest stage
 
-  // One loop for both: code that runs once costs more to fetch than to run.
+  // Code that runs once costs more to fetch than to run.
   __device__ __forceinline__ void Start() {
-    ChunkSource ahead = source;
 #pragma unroll 1
-    for (int i = 0; i < kStages + kChunksAhead; ++i) {
-      const std::byte* chunk = ahead.Next();
-      if (i < kStages) {
-        Copy(chunk, ahead.bytes, memory + i * kStageBytes);
-        source = ahead;
-      } else if (chunk == nullptr) {
-        break;
-      } else if (LaneId() == 0) {
-        PrefetchL2(chunk, static_cast<uint32_t>(ahead.bytes));
-      }
+    for (int i = 0; i < kStages; ++i) {
+      const std::byte* chunk = source.Next();
+      Copy(chunk, source.bytes, memory + i * kStageBytes);
     }
   }
   // The oldest chunk, in shared memory.
@@ -627,8 +617,8 @@ bool LaunchFewRowProducts(const LaunchContext& launch, std::span<const ProductJo
   params.num_buffers = params.round_floats <= kMaxTwoBufferFloats ? 2 : 1;
   // Two blocks live on an SM: the second hides the first one's latencies, and a block that ends
   // makes room for the next kernel's.
-  const int most = std::max(2 * launch.num_sms - launch.spare_blocks, launch.num_sms);
-  const int blocks = static_cast<int>(std::min<int64_t>(units, std::clamp(most, 1, kMaxBlocks)));
+  const int blocks =
+      static_cast<int>(std::min<int64_t>(units, std::clamp(2 * launch.num_sms, 1, kMaxBlocks)));
   CutRanges(params, blocks);
 
   const dim3 grid(static_cast<unsigned>(blocks));

@@ -405,13 +405,9 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
   AttentionJob job;
   job.max_keys =
       config_.sliding_window + (csa ? std::min<int64_t>(visible, config_.index_top_k) : visible);
-  const int64_t blocks = AttentionBlocks(params, rows, job.max_keys);
-  job.starts_early = !pass.many && !choose && blocks <= launch_.num_sms / 2;
   products = {{w.q_b, &qr_, 0, q_, nullptr, 0, 0}};
   if (choose) products.push_back({w.index_q_b, &qr_, 0, index_q_, nullptr, 0, 0});
-  launch_.spare_blocks = job.starts_early ? static_cast<int>(blocks) : 0;
   Products(pass, products);
-  launch_.spare_blocks = 0;
   if (choose) {
     LaunchIndex(launch_, params, pass.step, rows, rope, index_q_, index_weights_,
                 caches_[index].indexer, visible, index_scratch_, picks_, pick_count_);
