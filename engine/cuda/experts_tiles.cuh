@@ -65,8 +65,6 @@ struct TileRing {
   }
 
  private:
-  // Every lane copies the same number of times, some the last bytes once more: a copy by some lanes
-  // alone is a branch.
   struct Copier {
     std::byte* to;
 
@@ -74,11 +72,11 @@ struct TileRing {
     // both.
     __device__ __forceinline__ void Half(const std::byte* from, int half) const {
       const int lane = 16 * LaneId();
-      const int scale = 16 * (LaneId() % (kHalfScales / 16));
       const std::byte* codes = from + (half * kHalfCodes + lane);
 #pragma unroll
       for (int i = 0; i < kHalfCodes; i += 512) CopyAsync16(to + lane + i, codes + i);
-      CopyAsync16(to + kHalfCodes + scale, from + (2 * kHalfCodes + half * kHalfScales + scale));
+      CopyAsync16If(LaneId() < kHalfScales / 16, to + kHalfCodes + lane,
+                    from + (2 * kHalfCodes + half * kHalfScales + lane));
     }
     // A chunk of kType of each tile, the first at `from`, others next_tile bytes apart.
     __device__ __forceinline__ void Chunk(const std::byte* from, int next_tile) const {
@@ -87,17 +85,14 @@ struct TileRing {
       constexpr int kRest = (kBytes - kWhole) / 16;
       static_assert(kRest > 0);
       const int lane = 16 * LaneId();
-      const int rest = kWhole + 16 * min(LaneId(), kRest - 1);
       const std::byte* first = from + lane;
-      const std::byte* last = from + rest;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         std::byte* tile_to = to + tile * kBytes;
 #pragma unroll
         for (int i = 0; i < kWhole; i += 512) CopyAsync16(tile_to + lane + i, first + i);
-        CopyAsync16(tile_to + rest, last);
+        CopyAsync16If(LaneId() < kRest, tile_to + kWhole + lane, first + kWhole);
         first += next_tile;
-        last += next_tile;
       }
     }
   };

@@ -210,7 +210,6 @@ FastPlan PlanFast(UpKernelJob& k, bool one_row) {
   const DType type = k.shapes[0][0].dtype;
   const int buffer = 2 * k.num_slices * (one_row ? kPartialStride : kPartialFloats) * 4;
   const int ring = RingBytesOf(type);
-  const int table = type == DType::kIQ2_XXS ? kIq2TableBytes + ring : 0;
   // Two teams on an SM, in one block or in two; else one.
   for (const int on_sm : {kTeamsAnSm, 1}) {
     FastPlan plan;
@@ -220,7 +219,12 @@ FastPlan PlanFast(UpKernelJob& k, bool one_row) {
     for (k.partials = 2; k.partials >= 1; --k.partials) {
       const int of_team =
           kSliceWarps * (ring + kGroupPairs * static_cast<int>(sizeof(int))) + k.partials * buffer;
-      plan.shared_bytes = table + plan.teams * of_team;
+      plan.shared_bytes = plan.teams * of_team;
+      if (type == DType::kIQ2_XXS) {
+        // Before the table no ring is cut in two, and there may be room for more than there are.
+        const int rings = plan.teams * kSliceWarps * ring;
+        plan.shared_bytes += kIq2TableBytes + std::max(ring, kIq2TableBytes - rings);
+      }
       if (plan.shared_bytes <= limit) return plan;
     }
   }

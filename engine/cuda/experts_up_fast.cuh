@@ -39,7 +39,7 @@ struct FastRoom {
     if constexpr (kType == DType::kIQ2_XXS) {
       const uint32_t address = static_cast<uint32_t>(AddressOfShared(memory));
       const int before = static_cast<int>((0u - address) % kIq2TableBytes);
-      const int rings_before = before / kRing;
+      const int rings_before = min(before / kRing, warps);
       table = memory + before;
       std::byte* after = table + kIq2TableBytes - rings_before * kRing;
       ring = (warp < rings_before ? memory : after) + warp * kRing;
