@@ -71,10 +71,9 @@ struct FewParams {
   int num_buffers;   // 1 or 2
   LaneRoots lanes;
   uint16_t starts[kMaxBlocks + 1];  // first unit of each block
-  uint8_t first_job[kMaxBlocks];    // the one that this unit is of
   FewJob jobs[kMaxProductJobs];
 };
-static_assert(sizeof(FewParams) <= 32764, "kernel parameters are limited");
+static_assert(sizeof(FewParams) <= 4096, "kernel parameters are limited to 4 KB");
 
 // n / d for small n, with the inverse ceil(2^16 / d): exact while n * d < 2^16.
 constexpr uint32_t InverseOf(int d) {
@@ -96,11 +95,10 @@ struct Rounds {
     tile += tiles;
     while (tile >= end) {
       items = 0;
-      // Jobs of other blocks are not looked at: their parameters come from far away.
-      job = job < 0 ? params.first_job[blockIdx.x] : job + 1;
-      if (job >= params.num_jobs) return false;
+      if (++job >= params.num_jobs) return false;
       const FewJob& next = params.jobs[job];
       const uint16_t* range = params.starts + blockIdx.x;
+      // All others are of blocks further on: their parameters would come from far away.
       if (range[1] <= next.first_unit) {
         job = params.num_jobs;
         return false;
@@ -587,9 +585,6 @@ void CutRanges(FewParams& params, int blocks) {
       left = std::max<int64_t>(left - bytes[i] * job.units, 0);
     }
     params.starts[b] = static_cast<uint16_t>(units);
-    int first = 0;
-    while (first + 1 < params.num_jobs && params.jobs[first + 1].first_unit <= units) ++first;
-    if (b < blocks) params.first_job[b] = static_cast<uint8_t>(first);
   }
 }
 

@@ -101,6 +101,12 @@ class Loader {
 
   Status CheckType(const TensorSource& source) const;
   Result<bool> AllQ8_0(const std::vector<std::string>& names) const;
+  // Copies `count` rows of `cols` values, `stride` bytes apart from `first` on, to a staging buffer
+  // on the device, in type `to` and one after the other; which one. EndStage when all that reads it
+  // is on the stream.
+  Result<int> Stage(DType from, DType to, int64_t cols, const std::byte* first, int64_t stride,
+                    int64_t count);
+  Status EndStage(int staging, int64_t file_bytes);
   // Packs matrix `index` of `out`; row r's blocks are of type `from`, at first + r * stride.
   Status Pack(const PackedMatrix& out, int64_t index, DType from, const std::byte* first,
               int64_t stride);
@@ -232,10 +238,35 @@ Status Loader::HashIds(const std::string& name, const int32_t*& out) {
   return count_.Advance(source.slice->held_bytes);
 }
 
+Result<int> Loader::Stage(DType from, DType to, int64_t cols, const std::byte* first,
+                          int64_t stride, int64_t count) {
+  const int64_t bytes = BytesFor(to, cols);
+  ASSIGN_OR_RETURN(const int i, NextStaging());
+  std::byte* pinned = pinned_[i].data();
+  if (stride == BytesFor(from, cols)) Prefetch({first, first + count * stride});
+  std::mutex mutex;
+  Status failed;
+  pool_->ParallelFor(count, std::max<int64_t>(1, (1 << 18) / bytes),
+                     [&](int64_t begin, int64_t end) {
+                       Status copied = CopyRows(from, to, cols, first + begin * stride, stride,
+                                                end - begin, pinned + begin * bytes);
+                       const std::lock_guard lock(mutex);
+                       if (!copied.ok()) failed = std::move(copied);
+                     });
+  RETURN_IF_ERROR(failed);
+  RETURN_IF_ERROR(stream_->CopyToDevice(staging_[i].data(), pinned, count * bytes));
+  return i;
+}
+
+Status Loader::EndStage(int staging, int64_t file_bytes) {
+  RETURN_IF_ERROR(LaunchStatus());
+  RETURN_IF_ERROR(staged_[staging].Record(*stream_));
+  return count_.Advance(file_bytes);
+}
+
 Status Loader::Pack(const PackedMatrix& out, int64_t index, DType from, const std::byte* first,
                     int64_t stride) {
   std::byte* to = const_cast<std::byte*>(out.data) + index * out.matrix_bytes();
-  const int64_t from_bytes = BytesFor(from, out.cols);
   const int64_t bytes = BytesFor(out.dtype, out.cols);  // in the staging memory
   const int64_t rows_at_once =
       std::max<int64_t>(kTileRows, kStagingBytes / bytes / kTileRows * kTileRows);
@@ -245,26 +276,10 @@ Status Loader::Pack(const PackedMatrix& out, int64_t index, DType from, const st
   const LaunchContext launch{stream_, 1, false};
   for (int64_t row = 0; row < out.rows; row += rows_at_once) {
     const int64_t count = std::min(rows_at_once, out.rows - row);
-    ASSIGN_OR_RETURN(const int i, NextStaging());
-    std::byte* pinned = pinned_[i].data();
-    if (stride == from_bytes) {
-      Prefetch({first + row * stride, first + (row + count) * stride});
-    }
-    std::mutex mutex;
-    Status failed;
-    pool_->ParallelFor(
-        count, std::max<int64_t>(1, (1 << 18) / bytes), [&](int64_t begin, int64_t end) {
-          Status copied = CopyRows(from, out.dtype, out.cols, first + (row + begin) * stride,
-                                   stride, end - begin, pinned + begin * bytes);
-          const std::lock_guard lock(mutex);
-          if (!copied.ok()) failed = std::move(copied);
-        });
-    RETURN_IF_ERROR(failed);
-    RETURN_IF_ERROR(stream_->CopyToDevice(staging_[i].data(), pinned, count * bytes));
+    ASSIGN_OR_RETURN(const int i,
+                     Stage(from, out.dtype, out.cols, first + row * stride, stride, count));
     LaunchPack(launch, out.dtype, out.rows, out.cols, row, count, staging_[i].data(), bytes, to);
-    RETURN_IF_ERROR(LaunchStatus());
-    RETURN_IF_ERROR(staged_[i].Record(*stream_));
-    RETURN_IF_ERROR(count_.Advance(count * from_bytes));
+    RETURN_IF_ERROR(EndStage(i, count * BytesFor(from, out.cols)));
   }
   return OkStatus();
 }
@@ -311,10 +326,19 @@ Status Loader::RowsAs(DType dtype, const TensorSource& source, int64_t parts, Pa
     RETURN_IF_ERROR(LaunchStatus());
     return count_.Advance(slice.held_bytes);
   }
-  for (int64_t i = 0; i < out.count; ++i) {
-    const int64_t row = i / parts * source.rows + range.begin + i % parts * out.rows;
+  // Matrices whose rows follow each other are packed as one: fewer and longer copies.
+  const bool joined = source.experts == 1 || range.size() == source.rows;
+  PackedMatrix pieces = out;
+  int64_t parts_in_expert = parts;
+  if (joined && out.rows % kTileRows == 0) {
+    pieces.rows *= pieces.count;
+    pieces.count = parts_in_expert = 1;
+  }
+  for (int64_t i = 0; i < pieces.count; ++i) {
+    const int64_t row =
+        i / parts_in_expert * source.rows + range.begin + i % parts_in_expert * pieces.rows;
     RETURN_IF_ERROR(
-        Pack(out, i, slice.dtype, source.data + row * source.row_bytes, source.row_bytes)
+        Pack(pieces, i, slice.dtype, source.data + row * source.row_bytes, source.row_bytes)
             .WithContext(source.name()));
   }
   return OkStatus();
@@ -335,11 +359,33 @@ Status Loader::LaneColumns(const std::string& name, PackedMatrix& out) {
     RETURN_IF_ERROR(LaunchStatus());
     return count_.Advance(slice.held_bytes);
   }
-  for (int64_t i = 0; i < out.count; ++i) {
-    const std::byte* expert = source.data + i / lanes * source.rows * source.row_bytes;
-    const int64_t lane = plan_.lanes.begin + i % lanes;
-    RETURN_IF_ERROR(
-        Pack(out, i, slice.dtype, expert + lane * lane_bytes, source.row_bytes).WithContext(name));
+  const std::byte* first = source.data + plan_.lanes.begin * lane_bytes;
+  const int64_t expert_bytes = source.rows * source.row_bytes;
+  const int64_t own_bytes = lanes * lane_bytes;  // of a row
+  const int64_t at_once = kStagingBytes / (source.rows * own_bytes);
+  if (at_once == 0) {
+    for (int64_t i = 0; i < out.count; ++i) {
+      RETURN_IF_ERROR(Pack(out, i, slice.dtype,
+                           first + i / lanes * expert_bytes + i % lanes * lane_bytes,
+                           source.row_bytes)
+                          .WithContext(name));
+    }
+    return OkStatus();
+  }
+  // Whole experts at once; each lane is packed from there.
+  const LaunchContext launch{stream_, 1, false};
+  for (int64_t e = 0; e < source.experts; e += at_once) {
+    const int64_t experts = std::min(at_once, source.experts - e);
+    ASSIGN_OR_RETURN(const int i,
+                     Stage(slice.dtype, slice.dtype, lanes * lane_columns, first + e * expert_bytes,
+                           source.row_bytes, experts * source.rows));
+    for (int64_t k = 0; k < experts * lanes; ++k) {
+      LaunchPack(launch, out.dtype, out.rows, out.cols, 0, out.rows,
+                 staging_[i].data() + k / lanes * source.rows * own_bytes + k % lanes * lane_bytes,
+                 own_bytes,
+                 const_cast<std::byte*>(out.data) + (e * lanes + k) * out.matrix_bytes());
+    }
+    RETURN_IF_ERROR(EndStage(i, experts * source.rows * own_bytes).WithContext(name));
   }
   return OkStatus();
 }
