@@ -75,8 +75,8 @@ __device__ __forceinline__ void AddSums(const float (&total)[4], const int (&x_r
 
 inline constexpr int kFastWarps = 8;
 inline constexpr int kWidth = 2;  // row tiles of a warp
-// Bytes of a warp's ring; a block has an SM for itself. With one row of x a warp's part is short: all
-// of it is asked for before the wait.
+// Bytes of a warp's ring; a block has an SM for itself. With one row of x a warp's part is short:
+// all of it is asked for before the wait.
 template <bool kOneRow>
 inline constexpr int kRingRoom = kOneRow ? 25 * 1088 : 18 * 1024;
 template <DType kType, bool kOneRow>

@@ -178,6 +178,22 @@ std::string PrefillCsv(const BenchHeader& header, const std::vector<PrefillRow>&
   return Csv(cells);
 }
 
+Result<size_t> LaunchesPerStep(const std::vector<std::string>& kernels, size_t steps) {
+  constexpr size_t kMostApart = 16;
+  const size_t total = kernels.size() + 1;
+  const size_t share = total / (steps + 1);
+  for (size_t launches = share + kMostApart; launches > 0 && launches + kMostApart >= share;
+       --launches) {
+    if (steps * launches > total) continue;
+    bool alike = (steps - 1) * launches > 1;  // else there is nothing to compare
+    for (size_t i = total - steps * launches; alike && i + launches < kernels.size(); ++i) {
+      alike = kernels[i] == kernels[i + launches];
+    }
+    if (alike) return launches;
+  }
+  return InternalError(StrCat(total, " launches are not ", steps, " like steps behind another"));
+}
+
 std::string KernelName(const std::string& symbol) {
   int status = 0;
   char* plain = abi::__cxa_demangle(symbol.c_str(), nullptr, nullptr, &status);

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/base/status.h"
 #include "engine/model/model_config.h"
 #include "engine/shard/shard_plan.h"
 
@@ -60,6 +61,11 @@ std::string DecodeTable(const BenchHeader& header, const std::vector<DecodeRow>&
 std::string DecodeCsv(const BenchHeader& header, const std::vector<DecodeRow>& rows);
 std::string PrefillTable(const BenchHeader& header, const std::vector<PrefillRow>& rows);
 std::string PrefillCsv(const BenchHeader& header, const std::vector<PrefillRow>& rows);
+
+// Launches of each of the last `steps` steps, which are all alike; the step before them may have
+// some more or fewer. kernels: the names of all launches but the very last. kInternal: there are no
+// such steps.
+Result<size_t> LaunchesPerStep(const std::vector<std::string>& kernels, size_t steps);
 
 // "FastUpKernel<16, true>" of what the compiler calls a kernel.
 std::string KernelName(const std::string& symbol);

@@ -152,11 +152,10 @@ Status Bench::TimeKernels(int64_t context, std::vector<KernelRow>& rows) {
   RETURN_IF_ERROR(StartKernelTimes());
   RETURN_IF_ERROR(DecodeRun(kKernelSteps + 1).status());
   ASSIGN_OR_RETURN(const std::vector<KernelTime> times, StopKernelTimes());
-  // The first step is not queued and has a few kernels less than the others, which are all alike.
-  // The very last kernel has no time.
-  const size_t total = times.size() + 1;
-  const size_t launches = (total + kKernelSteps) / (kKernelSteps + 1);
-  const size_t first_step = total - kKernelSteps * launches;
+  std::vector<std::string> names;
+  for (const KernelTime& time : times) names.push_back(time.name);
+  ASSIGN_OR_RETURN(const size_t launches, LaunchesPerStep(names, kKernelSteps));
+  const size_t first_step = times.size() + 1 - kKernelSteps * launches;
   const size_t first_row = rows.size();
   for (size_t i = 0; i < launches; ++i) {
     KernelRow row;

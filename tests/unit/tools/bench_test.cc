@@ -62,6 +62,32 @@ TEST(BenchReportTest, CsvHasOneFieldForEachColumn) {
   EXPECT_THAT(DecodeTable(header, {row}), HasSubstr("50.0 %"));
 }
 
+TEST(BenchReportTest, StepsAreFoundByTheirRepeatingKernels) {
+  // Three steps of five kernels behind one that has more, or fewer, of them.
+  for (const size_t first : {4u, 5u, 7u}) {
+    std::vector<std::string> kernels(first, "prompt");
+    for (int step = 0; step < 3; ++step) {
+      for (const char* name : {"embed", "up", "down", "up", "down"}) kernels.emplace_back(name);
+    }
+    kernels.pop_back();  // the last one has no time
+    const auto launches = LaunchesPerStep(kernels, 3);
+    ASSERT_TRUE(launches.ok()) << launches.status();
+    EXPECT_EQ(*launches, 5u) << first;
+  }
+  EXPECT_FALSE(LaunchesPerStep({"a", "b", "c", "d", "e", "f"}, 2).ok());
+}
+
+TEST(BenchReportTest, KernelsOfOneNameAreAddedUp) {
+  EXPECT_EQ(KernelName("_ZN3ds44cuda12_GLOBAL__N_16KernelILi3ELb1EEEvPf"), "Kernel<3, true>");
+  EXPECT_EQ(KernelName("plain"), "plain");
+  const std::vector<KernelRow> rows = {
+      {2048, 1, 0, "Up", 20.0}, {2048, 1, 1, "Down", 10.0}, {2048, 1, 2, "Up", 30.0}};
+  const std::string table = KernelTable(rows);
+  EXPECT_THAT(table, HasSubstr("25.00  50.0   83.3 %      Up\n"));
+  EXPECT_LT(table.find("Up"), table.find("Down"));
+  EXPECT_THAT(KernelCsv(rows), HasSubstr("2048,1,2,Up,30.000\n"));
+}
+
 BenchOptions TinyOptions() {
   BenchOptions options;
   options.engine.synthetic = "tiny";
