@@ -80,7 +80,6 @@ struct LaneTables {
       : tables(AddressOfShared(at)), offset(4 * static_cast<uint32_t>(LaneId())) {}
 
   __device__ __forceinline__ uint32_t First(uint32_t octet) const { return Iq2First(octet); }
-  __device__ __forceinline__ uint32_t UpperHalf(uint32_t selector) const { return selector >> 16; }
   // The pattern with its number in byte `octet` of `indices`, in the form for that octet.
   __device__ __forceinline__ uint32_t Pattern(uint32_t indices, uint32_t octet) const {
     const uint32_t entry = SelectBytes(indices, offset, 0x6604u | octet << 4);
@@ -92,21 +91,18 @@ struct LaneTables {
 struct AlignedTables {
   SharedWordAddress copy;  // the lane's copy in entry 0
   uint32_t first[2];       // of the two forms
-  uint32_t two16;
 
   // pattern: any of those in the table. None has bit 2, but the compiler cannot know, and keeps the
   // constants in registers.
   __device__ __forceinline__ AlignedTables(const std::byte* at, uint32_t pattern)
-      : copy(AddressOfShared(at) + 4 * static_cast<uint32_t>(LaneId())), two16(0x10000u) {
+      : copy(AddressOfShared(at) + 4 * static_cast<uint32_t>(LaneId())) {
     // A permutation takes one constant from the instruction; the other would be copied each time.
     for (uint32_t i = 0; i < 2; ++i) first[i] = Iq2First(2 * i) | (pattern & 4u);
-    two16 |= pattern & 4u;
   }
   __device__ __forceinline__ uint32_t First(uint32_t octet) const { return first[octet / 2]; }
   __device__ __forceinline__ uint32_t Pattern(uint32_t indices, uint32_t octet) const {
     return LoadSharedWord(WithByte1(copy, indices, octet) + (octet < 2 ? 0 : kIq2FormBytes));
   }
-  __device__ __forceinline__ uint32_t UpperHalf(uint32_t selector) const { return selector >> 16; }
 };
 
 // The signs of octets 0, 2 and 1, 3 where the two forms of a pattern want them.
@@ -126,7 +122,7 @@ __device__ __forceinline__ void Iq2Values(const Tables& own, uint32_t indices,
   const uint32_t first = own.First(octet);
   const uint32_t second = Iq2Second(octet);
   low = SelectBytes(first, second, selector);
-  high = SelectBytes(first, second, own.UpperHalf(selector));
+  high = SelectBytes(first, second, selector >> 16);
 }
 // Step i of a unit, 0..3.
 template <class Tables>

@@ -43,95 +43,12 @@ template <DType kType>
 inline constexpr int kStages = StagesOfSlice(kType);
 template <DType kType>
 inline constexpr int kStageBytes = StageBytesOf(kType);
-// Largest stage where parts are up to kColumns blocks of 256 columns wide.
-constexpr int SlotBytesOf(DType dtype, int columns) {
-  const int routed =
-      columns == 1 && StagesOfSlice(dtype) == 1 ? ChunkBytes(dtype) : StageBytesOf(dtype);
-  return MaxOf(routed, StageBytesOf(DType::kQ8_0));
+// Largest stage beside a shared expert of Q8_0.
+constexpr int SlotBytesOf(DType dtype) {
+  return MaxOf(StageBytesOf(dtype), StageBytesOf(DType::kQ8_0));
 }
-template <DType kType, int kColumns>
-inline constexpr int kSlotBytes = SlotBytesOf(kType, kColumns);
-
-// Where a warp's next stages lie: one slice of one row tile, quantised.
-struct SlicePart {
-  const std::byte* at = nullptr;
-  int columns = 0;  // blocks of 256 columns, 1 or 2
-  bool shared = false;
-};
-
-// A warp's stages in the order of `source`: routed experts' weights are of kType, the shared
-// expert's of Q8_0. Source: `bool Next(SlicePart& part)`, false while there is none.
-template <DType kType, int kColumns, int kSlots, class Source>
-struct ExpertRing {
-  static constexpr int kSlot = kSlotBytes<kType, kColumns>;
-  std::byte* ring;  // kSlots * kSlot bytes, private to the warp
-  Source source;
-  SlicePart part = {};
-  int left = 0;   // stages of the part
-  int slot = 0;   // of the oldest stage
-  int begun = 0;  // slots that Begin has filled
-
-  // Asks for the first stages as far as the source knows them; may be called again.
-  __device__ __forceinline__ void Begin() {
-    while (begun < kSlots && Put(begun)) ++begun;
-  }
-  // Once, after the last Begin: an empty slot counts as a copy.
-  __device__ __forceinline__ void EndBegin() {
-    for (; begun < kSlots; ++begun) CopyAsyncCommit();
-  }
-  // The oldest stage; the warp may write there.
-  __device__ __forceinline__ std::byte* Wait() {
-    CopyAsyncWait<kSlots - 1>();
-    __syncwarp();
-    return ring + slot * kSlot;
-  }
-  __device__ __forceinline__ void Release() {
-    __syncwarp();
-    if (!Put(slot)) CopyAsyncCommit();
-    slot = slot + 1 == kSlots ? 0 : slot + 1;
-  }
-
- private:
-  __device__ __forceinline__ bool Put(int place) {
-    if (left == 0) {
-      if (!source.Next(part)) return false;
-      left = part.shared ? 2 * part.columns : (part.columns * kStages<kType> + 1) / 2;
-    }
-    std::byte* to = ring + place * kSlot + 16 * LaneId();
-    const std::byte* from = part.at + 16 * LaneId();
-    if (part.shared || kType == DType::kQ8_0) {
-      // The first half of a chunk is followed by the second half's codes, then by the scales of
-      // both.
-      const int half = left % 2 == 0 ? 0 : 1;
-#pragma unroll
-      for (int i = 0; i < kHalfCodes; i += 512) CopyAsync16(to + i, from + i);
-      const int scales = half == 0 ? 2 * kHalfCodes : kHalfCodes + kHalfScales;
-      CopyAsync16If(LaneId() < kHalfScales / 16, to + kHalfCodes, from + scales);
-      part.at += half == 0 ? kHalfCodes : kHalfCodes + 2 * kHalfScales;
-    } else {
-      constexpr int kBytes = kStageBytes<kType>;
-      if (kStages<kType> == 1 && (kColumns == 1 || part.columns == 1)) {
-        Copy<kBytes / 2>(to, from);
-      } else {
-        Copy<kBytes>(to, from);
-      }
-      part.at += kBytes;
-    }
-    CopyAsyncCommit();
-    --left;
-    return true;
-  }
-  // to, from: of this lane's first 16 bytes.
-  template <int kBytes>
-  __device__ __forceinline__ static void Copy(std::byte* to, const std::byte* from) {
-    constexpr int kWhole = kBytes / 512 * 512;
-#pragma unroll
-    for (int i = 0; i < kWhole; i += 512) CopyAsync16(to + i, from + i);
-    if constexpr (kWhole < kBytes) {
-      CopyAsync16If(LaneId() < (kBytes - kWhole) / 16, to + kWhole, from + kWhole);
-    }
-  }
-};
+template <DType kType>
+inline constexpr int kSlotBytes = SlotBytesOf(kType);
 
 // ---- Decoders of half chunks and of own scales.
 

@@ -17,9 +17,7 @@ inline constexpr int kTeamsAnSm = kBlocksAnSm;
 constexpr int TeamsOf(DType dtype) { return dtype == DType::kIQ2_XXS ? kTeamsAnSm : 1; }
 inline constexpr int kRingHeadBytes = 32;  // a barrier for each slot
 static_assert(kRingSlots * sizeof(BulkBarrier) <= kRingHeadBytes);
-constexpr int RingBytesOf(DType dtype) {
-  return kRingHeadBytes + kRingSlots * SlotBytesOf(dtype, kSliceBlocks);
-}
+constexpr int RingBytesOf(DType dtype) { return kRingHeadBytes + kRingSlots * SlotBytesOf(dtype); }
 template <DType kType>
 inline constexpr int kTeams = TeamsOf(kType);
 template <DType kType>
@@ -56,7 +54,7 @@ struct FastRoom {
 // stages than the ring has slots, so that the ring is never more than one item ahead of the reader.
 template <DType kType>
 struct UpRing {
-  static constexpr int kSlot = kSlotBytes<kType, kSliceBlocks>;
+  static constexpr int kSlot = kSlotBytes<kType>;
   const UpKernelJob& job;
   std::byte* ring;  // kRingBytes<kType>, private to the warp
   int own_slice;    // the first of the warp's

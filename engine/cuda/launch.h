@@ -2,9 +2,6 @@
 // LaunchStatus() or at the stream's next Synchronize.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
 #include "engine/cuda/runtime.h"
 
 namespace ds4::cuda {

@@ -401,10 +401,6 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
                         w.q_a_norm, config_.norm_eps,    WithForms(qr_, rows, qr_forms)};
   LaunchNormAndStore(launch_, params, pass.step, rows, rope, store, caches_[index], norm,
                      BalanceOf(hc(), rows, mixes_, mix));
-
-  AttentionJob job;
-  job.max_keys =
-      config_.sliding_window + (csa ? std::min<int64_t>(visible, config_.index_top_k) : visible);
   products = {{w.q_b, &qr_, 0, q_, nullptr, 0, 0}};
   if (choose) products.push_back({w.index_q_b, &qr_, 0, index_q_, nullptr, 0, 0});
   Products(pass, products);
@@ -414,10 +410,13 @@ Status DeviceTransformer::Attention(const Pass& pass, int64_t index, DeviceTrace
   }
 
   int attended_forms = FormFor(pass, w.o_a);
+  AttentionJob job;
   job.q = q_;
   job.sinks = w.sinks;
   job.picks = choose ? picks_ : nullptr;
   job.pick_count = choose ? pick_count_ : nullptr;
+  job.max_keys =
+      config_.sliding_window + (csa ? std::min<int64_t>(visible, config_.index_top_k) : visible);
   job.heads_per_group = static_cast<int>(config_.heads_per_group());
   job.scratch = attention_scratch_;
   job.out = View(attended_, pass, rows, attended_forms);
