@@ -1,6 +1,9 @@
 // The scheduler of fibers, and what warp operations compute.
 #include "engine/cuda/emulator/emulator.h"
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -23,7 +26,10 @@ namespace {
 
 constexpr unsigned kMaxBlockThreads = 1024;
 constexpr size_t kMaxSharedBytes = 227 * 1024;  // of a block, as on sm_90
-constexpr size_t kSharedAlignment = 128;
+// A block's dynamic shared memory begins behind what the system keeps, as on sm_90: kernels that
+// align tables in it see the same addresses, modulo 64 KiB.
+constexpr size_t kSharedBase = 1024;
+constexpr size_t kSharedAlignment = 64 * 1024;
 #if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__)
 constexpr size_t kStackBytes = 64 * 1024;
 #else
@@ -426,14 +432,14 @@ void RunBlock() {
     MakeReady(w);
   }
   m.at_block = m.done = m.current = 0;
-  std::memset(m.shared.get(), 0xff, m.call->dynamic_shared_bytes);
+  std::memset(DynamicShared(), 0xff, m.call->dynamic_shared_bytes);
   threadIdx = m.threads[0].index;
   Switch(m.launcher, m.threads[0].context);
 }
 
 }  // namespace
 
-std::byte* DynamicShared() { return machine->shared.get(); }
+std::byte* DynamicShared() { return machine->shared.get() + kSharedBase; }
 Lane& CurrentLane() { return machine->warp().lanes[machine->lane()]; }
 unsigned LaneIndex() { return machine->lane(); }
 
@@ -595,7 +601,10 @@ void RunGrid(const KernelCall& call) {
   PrepareThreads();
   // Exactly as large as asked for, so that ASan sees the first byte too many.
   m.shared.reset(static_cast<std::byte*>(
-      ::operator new(call.dynamic_shared_bytes, std::align_val_t(kSharedAlignment))));
+      ::operator new(kSharedBase + call.dynamic_shared_bytes, std::align_val_t(kSharedAlignment))));
+#if defined(__SANITIZE_ADDRESS__)
+  ASAN_POISON_MEMORY_REGION(m.shared.get(), kSharedBase);
+#endif
   gridDim = call.grid;
   blockDim = call.block;
   for (unsigned z = 0; z < call.grid.z; ++z) {
