@@ -408,9 +408,27 @@ __device__ __forceinline__ void DotChunkQ8(const std::byte* chunk, const X& x, i
   }
 }
 
-// Weight columns of a lane's 16 bytes: w[r][k] is row g + 8r.
 template <DType kType>
 inline constexpr int kLaneCols = kType == DType::kF32 ? 2 : 4;
+
+// kCols (2 or 4) neighbouring values, aligned to all of them.
+template <int kCols>
+__device__ __forceinline__ void LoadNeighbours(const float* at, float (&v)[kCols]) {
+  static_assert(kCols == 2 || kCols == 4);
+  if constexpr (kCols == 4) {
+    const float4 four = *reinterpret_cast<const float4*>(at);
+    v[0] = four.x;
+    v[1] = four.y;
+    v[2] = four.z;
+    v[3] = four.w;
+  } else {
+    const float2 two = *reinterpret_cast<const float2*>(at);
+    v[0] = two.x;
+    v[1] = two.y;
+  }
+}
+
+// Weight columns of a lane's 16 bytes: w[r][k] is row g + 8r.
 template <DType kType>
 __device__ __forceinline__ void DecodeFloats(const uint4& v, float (&w)[2][kLaneCols<kType>]) {
   if constexpr (kType == DType::kF32) {
@@ -444,17 +462,7 @@ __device__ __forceinline__ void DotChunkFloat(const std::byte* chunk, const X& x
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
       float v[kCols];
-      if constexpr (kCols == 4) {
-        const float4 four = *reinterpret_cast<const float4*>(x.Row(j) + at);
-        v[0] = four.x;
-        v[1] = four.y;
-        v[2] = four.z;
-        v[3] = four.w;
-      } else {
-        const float2 two = *reinterpret_cast<const float2*>(x.Row(j) + at);
-        v[0] = two.x;
-        v[1] = two.y;
-      }
+      LoadNeighbours<kCols>(x.Row(j) + at, v);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
 #pragma unroll

@@ -97,17 +97,7 @@ __device__ __forceinline__ void DotStage(const std::byte* weights, const std::by
     for (int j = 0; j < 8; ++j) {
       float v[kCols];
       const std::byte* at = x + j * kXRowBytes + 16 * kCols * u;
-      if constexpr (kCols == 4) {
-        const float4 four = *reinterpret_cast<const float4*>(at);
-        v[0] = four.x;
-        v[1] = four.y;
-        v[2] = four.z;
-        v[3] = four.w;
-      } else {
-        const float2 two = *reinterpret_cast<const float2*>(at);
-        v[0] = two.x;
-        v[1] = two.y;
-      }
+      LoadNeighbours<kCols>(reinterpret_cast<const float*>(at), v);
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll

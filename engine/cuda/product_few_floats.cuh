@@ -16,17 +16,7 @@ struct XFloats {
 #pragma unroll
     for (int u = 0; u < 8; ++u) {
       const float* at = x + 4 * kCols * u + kCols * (LaneId() % 4);
-      if constexpr (kCols == 4) {
-        const float4 four = *reinterpret_cast<const float4*>(at);
-        v[u][0] = four.x;
-        v[u][1] = four.y;
-        v[u][2] = four.z;
-        v[u][3] = four.w;
-      } else {
-        const float2 two = *reinterpret_cast<const float2*>(at);
-        v[u][0] = two.x;
-        v[u][1] = two.y;
-      }
+      LoadNeighbours<kCols>(at, v[u]);
     }
   }
   __device__ __forceinline__ void Dot(const std::byte* chunk, float (&part)[1][2]) const {
@@ -53,17 +43,7 @@ struct UnitFloats {
   __device__ __forceinline__ void Load(const ContiguousX<1>& x, int at) {
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
-      if constexpr (kCols == 4) {
-        const float4 four = *reinterpret_cast<const float4*>(x.Row(j) + at);
-        v[j][0] = four.x;
-        v[j][1] = four.y;
-        v[j][2] = four.z;
-        v[j][3] = four.w;
-      } else {
-        const float2 two = *reinterpret_cast<const float2*>(x.Row(j) + at);
-        v[j][0] = two.x;
-        v[j][1] = two.y;
-      }
+      LoadNeighbours<kCols>(x.Row(j) + at, v[j]);
     }
   }
 };

@@ -74,17 +74,7 @@ struct Piece {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       const float* at = x + 4 * kCols * u + kCols * (LaneId() % 4);
-      if constexpr (kCols == 4) {
-        const float4 four = *reinterpret_cast<const float4*>(at);
-        v[u][0] = four.x;
-        v[u][1] = four.y;
-        v[u][2] = four.z;
-        v[u][3] = four.w;
-      } else {
-        const float2 two = *reinterpret_cast<const float2*>(at);
-        v[u][0] = two.x;
-        v[u][1] = two.y;
-      }
+      LoadNeighbours<kCols>(at, v[u]);
     }
     float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll

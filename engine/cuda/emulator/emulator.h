@@ -221,9 +221,6 @@ inline unsigned atomicCAS(unsigned* address, unsigned expected, unsigned value) 
 inline void __threadfence() { ds4::cuda::emulator::FenceSystem(); }
 inline void __threadfence_system() { ds4::cuda::emulator::FenceSystem(); }
 
-inline unsigned __umulhi(unsigned x, unsigned y) {
-  return static_cast<unsigned>(uint64_t{x} * y >> 32);
-}
 inline int __popc(unsigned value) { return std::popcount(value); }
 inline int __clz(int value) { return std::countl_zero(static_cast<unsigned>(value)); }
 inline int __ffs(int value) {

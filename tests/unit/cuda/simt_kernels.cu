@@ -84,7 +84,6 @@ __global__ void IntegersKernel(const uint32_t* a, const uint32_t* b, int count, 
   row[11] = static_cast<uint32_t>(__dp2a_hi(signed_a, signed_b, -i));
   row[12] = __ldcg(a + i);
   row[13] = *Kept(a + i) + Kept(b[i]);
-  row[14] = __umulhi(a[i], b[i]);
 }
 
 // The 4-byte word of row `row`, elements from `column` on.

@@ -31,7 +31,7 @@ inline constexpr int kExchanges = 11;
 void LaunchExchange(const LaunchContext& launch, const float* x, float* out);
 
 // One value a row of `out`, all of (a, b): see simt_test.cc.
-inline constexpr int kIntegerResults = 15;
+inline constexpr int kIntegerResults = 14;
 void LaunchIntegers(const LaunchContext& launch, const uint32_t* a, const uint32_t* b, int count,
                     uint32_t* out);
 

@@ -184,7 +184,6 @@ TEST_F(SimtTest, Integers) {
                               Int16(a[i], 1) * Int8(b[i], 3)),
         a[i],
         a[i] + b[i],
-        static_cast<uint32_t>(uint64_t{a[i]} * b[i] >> 32),
     };
     const std::vector<uint32_t> row(got.begin() + static_cast<ptrdiff_t>(i) * kIntegerResults,
                                     got.begin() + static_cast<ptrdiff_t>(i + 1) * kIntegerResults);
