@@ -61,6 +61,14 @@ Result<BackendChoice> ChooseBackend(const std::string& text, int device) {
   return Cuda(devices, device);
 }
 
+Status CheckKernelTimes() {
+#ifdef DS4_HAVE_CUDA
+  return cuda::CheckKernelTimes();
+#else
+  return MissingBackendError(Backend::kCuda);
+#endif
+}
+
 Status StartKernelTimes() {
 #ifdef DS4_HAVE_CUDA
   return cuda::StartKernelTimes();

@@ -39,8 +39,9 @@ struct KernelTime {
   std::string name;
   double us = 0.0;
 };
+// Before anything long is measured. kFailedPrecondition: not built with DS4_KERNEL_TIMES.
+Status CheckKernelTimes();
 // Of the calling thread's device, kernels from the first call to the second, in order of execution.
-// kFailedPrecondition: not built with DS4_KERNEL_TIMES.
 Status StartKernelTimes();
 Result<std::vector<KernelTime>> StopKernelTimes();
 

@@ -16,8 +16,9 @@ struct KernelTime {
   double us = 0.0;   // from the end of its wait to the end of the next kernel's wait
 };
 
+// kFailedPrecondition in builds whose kernels note no times.
+Status CheckKernelTimes();
 // Of the calling thread's device: notes the next kernels, at most kMaxKernelTimes of them.
-// kFailedPrecondition in other builds.
 inline constexpr int64_t kMaxKernelTimes = 1 << 18;
 Status StartKernelTimes();
 // After the stream of these kernels was waited for. The last kernel is left out.

@@ -24,6 +24,13 @@ Status ChooseEngine(BenchCommand& command) {
     ASSIGN_OR_RETURN(const std::vector<DeviceSummary> devices, CudaDevices());
     command.run.num_devices = static_cast<int>(devices.size());
   }
+  if (command.run.kernels) {
+    if (choice.backend != Backend::kCuda) {
+      return InvalidArgumentError(
+          StrCat("--kernels is for GPUs, this run is on ", choice.why, "; leave it out"));
+    }
+    RETURN_IF_ERROR(CheckKernelTimes().WithContext("--kernels"));
+  }
   const double known = choice.backend == Backend::kCuda ? kH200Gbps : 0.0;
   command.run.bandwidth_gbps = command.bandwidth_gbps < 0 ? known : command.bandwidth_gbps;
   return OkStatus();
